@@ -29,7 +29,7 @@ class _TextFormatter(logging.Formatter):
 class _JsonFormatter(_TextFormatter):
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
-    converter = time.gmtime
+    converter = time.gmtime  # type: ignore[assignment]
 
     def format(self, record: logging.LogRecord) -> str:
         # Redact before encoding as JSON: an escape sequence would hide a secret from the redactor.

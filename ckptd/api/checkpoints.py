@@ -164,7 +164,8 @@ async def reindex(ctx: Ctx) -> Response:
 
 
 async def _latest(ctx: Context, run: str | None) -> Checkpoint:
-    return ctx.catalog.cached_latest(run) or await ctx.with_index(ctx.catalog.latest, run)
+    found = ctx.catalog.cached_latest(run)
+    return found if found is not None else await ctx.with_index(ctx.catalog.latest, run)
 
 
 async def _awaited(ctx: Context, run: str | None, known: str | None, wait: float) -> Checkpoint:

@@ -119,7 +119,7 @@ def stored_curves(rows: Sequence[tuple[str, float, float]], groups: Sequence[str
 
 
 def _by_step(checkpoints: Sequence[Checkpoint], metric: str, run: str = "") -> list[Point]:
-    write = WRITERS.get(metric, lambda value: f"{metric} {value:.5g}")
+    write: Callable[[float], str] = WRITERS.get(metric, lambda value: f"{metric} {value:.5g}")
     return [
         _point(c, c.step, value, f"{write(value)}{f' in {run}' if run else ''}")
         for c in checkpoints

@@ -79,7 +79,8 @@ class Visitor(NamedTuple):
 
 
 async def _visitor(request: Request) -> Visitor:
-    return Visitor(caller_of(request), *request.scope[VISIT], request.url.path)
+    csrf, logged_in, now = request.scope[VISIT]
+    return Visitor(caller_of(request), csrf, logged_in, now, request.url.path)
 
 
 Visiting = Annotated[Visitor, Depends(_visitor)]

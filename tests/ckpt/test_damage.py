@@ -174,7 +174,7 @@ def test_a_deleted_checkpoint_is_not_damaged(tmp_path: Path) -> None:
     first, _ = saved_two(tmp_path)
     run = run_of(tmp_path)
     delete_checkpoint(run, first.attempt, "test")
-    assert confirm_damage(run, first, ()) is None
+    assert confirm_damage(run, first, (), lambda _: None) is None
     assert quarantine(tmp_path) == []
 
 

@@ -88,7 +88,8 @@ class Soak:
             keep_best=("loss:min:2",) if dice.random() < 0.3 else (), max_bytes=dice.choice([0, 0, 60_000]),
         )  # fmt: skip
         wanted = Prune(policy, dice.choice([None, *RUNS]), dice.choice([0.0, 0.0, 0.2, 1.0]))
-        apply_prunes(self.store, plan_prunes(self.store, wanted, system_clock), system_clock, "pruner", confirmed=True)
+        plan = plan_prunes(self.store, wanted, system_clock)
+        apply_prunes(self.store, plan, system_clock, "pruner", True, lambda _: None, lambda _: None)
 
     def undelete(self, dice: random.Random) -> None:
         run = dice.choice(RUNS)

@@ -19,6 +19,8 @@ from ckptstore.names import Reference
 
 Path = tuple[str | int, ...]
 """Keys of dicts and indices of lists, outermost first; the first is the item."""
+CheckpointId = str | os.PathLike[str]
+"""What DCP calls a checkpoint: see `parse_checkpoint_id`."""
 
 _STEP = re.compile(r"(?:.*/)?(?:step[-_=]?)?([0-9]{1,12})/?")
 
@@ -51,7 +53,7 @@ def entry_name(path: Path) -> str:
     return "/".join(map(str, path))
 
 
-def parse_checkpoint_id(checkpoint_id: str | os.PathLike[str], run: str) -> Reference:
+def parse_checkpoint_id(checkpoint_id: CheckpointId, run: str) -> Reference:
     """The checkpoint that DCP's `checkpoint_id` names; in `run` if the id names no run.
 
     A step ("1000"), a path that ends in one ("outputs/step-1000"), or an id ("gpt@1000"). Raises InvalidName.
@@ -65,12 +67,6 @@ def parse_checkpoint_id(checkpoint_id: str | os.PathLike[str], run: str) -> Refe
             f"checkpoint_id {text!r} does not name a step", "Use a step, a path ending in step-1000, or RUN@STEP"
         )
     return Reference(run, int(match[1]))
-
-
-def path_of(planner_data: Any, fqn: str) -> Path:
-    """The path of a name, from the planner data of a flattening planner; otherwise the name is the path."""
-    found = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
-    return tuple(found) if found else (fqn,)
 
 
 def flatten(trees: Mapping[str, JSON]) -> Iterator[Value]:

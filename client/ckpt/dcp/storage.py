@@ -52,7 +52,7 @@ from torch.futures import Future
 
 from ckpt.capture.parts import has_plain_elements
 from ckpt.capture.tensors import name_of, on_host, small_leaf, tensor_bytes
-from ckpt.dcp.naming import Path, Value, entry_name, flatten, is_value, nest, parse_checkpoint_id, path_of
+from ckpt.dcp.naming import CheckpointId, Path, Value, entry_name, flatten, is_value, nest, parse_checkpoint_id
 from ckpt.dtypes import NAMES
 from ckpt.restoring.destinations import Destinations
 from ckpt.restoring.resolve import leased, noting_damage
@@ -102,8 +102,9 @@ class RankItems(NamedTuple):
         """The items of a plan. Raises UnsupportedObject for objects that cannot be stored without pickle."""
         tensors: _Tensors = {}
         results = []
+        paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
         for item in plan.items:
-            path = path_of(plan.planner_data, item.index.fqn)
+            path = tuple(paths.get(item.index.fqn) or (item.index.fqn,))  # planners that do not flatten have no paths
             if item.type is WriteItemType.BYTE_IO:
                 value = _object(path, _lookup(planner, item, path), tensors)
                 size = len(msgspec.json.encode(value.tree))
@@ -214,12 +215,6 @@ _sessions: dict[tuple[str, str], Session] = {}
 """By URL of the store and run: begun by the last load of this process, from whose checkpoint saves continue."""
 
 
-def _generation(run: Run) -> int:
-    """The generation of the next save, durable on return: the newest one if this process has loaded nothing."""
-    session = _sessions.get((run.store.url, run.name))
-    return begin_generation(run, session).number if session is not None else newest_generation(run)
-
-
 class Assignment(values.Value):
     """One save as the coordinator assigns it to a rank."""
 
@@ -270,13 +265,13 @@ class StorageWriter(TorchStorageWriter):
         self._plans: dict[int, SavePlan] = {}
         self._own: tuple[Assignment, Content] | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Select the checkpoint of the next save. Raises InvalidName."""
         if checkpoint_id is not None:
             self._run, self._step = _new_checkpoint(checkpoint_id, self._run)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         """Whether `reset` accepts this id."""
         try:
             _new_checkpoint(checkpoint_id, "run")
@@ -299,8 +294,10 @@ class StorageWriter(TorchStorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Assign one attempt to all ranks. Raises the store's errors."""
         assert self._step is not None
-        now = system_clock()
-        attempt = Attempt(self._step, new_ulid(now), generation=_generation(Run(self._open(), self._run)))
+        now, run = system_clock(), Run(self._open(), self._run)
+        session = _sessions.get((run.store.url, run.name))
+        generation = newest_generation(run) if session is None else begin_generation(run, session).number
+        attempt = Attempt(self._step, new_ulid(now), generation=generation)
         self._plans = {rank: self._whole(rank, plan) for rank, plan in enumerate(plans)}
         return [
             replace(plan, storage_data=Assignment(self._run, attempt, rank, len(plans), now))
@@ -379,7 +376,7 @@ class StorageWriter(TorchStorageWriter):
         return with_remote_create(store, self._daemon, self._token)
 
 
-def _new_checkpoint(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:
+def _new_checkpoint(checkpoint_id: CheckpointId, run: str) -> tuple[str, int]:
     reference = parse_checkpoint_id(checkpoint_id, run)
     if reference.step is None or reference.ulid is not None:
         raise InvalidName(f"{checkpoint_id} cannot name a new checkpoint", "Use a step, or RUN@STEP")
@@ -423,13 +420,13 @@ class StorageReader(TorchStorageReader):
             self.reset(checkpoint)
         self._opened: _OpenCheckpoint | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Select the checkpoint of the next load. Raises InvalidName."""
         if checkpoint_id is not None:
             self._reference = parse_checkpoint_id(checkpoint_id, self._reference.run)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         """Whether `reset` accepts this id."""
         try:
             parse_checkpoint_id(checkpoint_id, "run")

@@ -43,8 +43,8 @@ def save_state(accelerator: Accelerator, step: int, metrics: Mapping[str, float]
     default.current()._saves.looks = False
     return default.save_async(
         _model(accelerator), _optimizers(accelerator), step,
-        grads=not accelerator.sync_gradients, metrics=metrics, shared=_shared(accelerator),
-        **_modules(accelerator), **_positions(accelerator),
+        grads=not accelerator.sync_gradients, metrics=metrics, shared={"trainer": _state(accelerator)},
+        **_extras(accelerator),
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def load_state(accelerator: Accelerator, checkpoint: str | int | None = None, st
             loader.dl_state_dict = loader.base_dataloader.state_dict()
     restored = default.restore(
         _model(accelerator), _optimizers(accelerator), checkpoint=checkpoint, strict=strict, shared={"trainer": None},
-        **_modules(accelerator), **_positions(accelerator),
+        **_extras(accelerator),
     )  # fmt: skip
     if restored is None:
         return None
@@ -131,30 +131,25 @@ def _model(accelerator: Accelerator) -> nn.Module | None:
     return accelerator._models[0] if accelerator._models else None
 
 
-def _modules(accelerator: Accelerator) -> dict[str, Any]:
-    """The other models, under names of their own."""
-    return {f"model{i}": model for i, model in enumerate(accelerator._models) if i}
-
-
 def _optimizers(accelerator: Accelerator) -> list[Optimizer] | None:
     return [prepared.optimizer for prepared in accelerator._optimizers] or None
 
 
-def _positions(accelerator: Accelerator) -> dict[str, Any]:
-    """Iterable data sets that the first rank fetches for all have no position here."""
+def _extras(accelerator: Accelerator) -> dict[str, Any]:
+    """The other models, and positions of loaders. Iterable data sets that the first rank fetches for all have none."""
     loaders = [one for one in accelerator._dataloaders if isinstance(one, DataLoaderShard)]
-    return {f"loader{i or ''}": _Position(loader) for i, loader in enumerate(loaders)}
+    positions = {f"loader{i or ''}": _Position(loader) for i, loader in enumerate(loaders)}
+    return {f"model{i}": model for i, model in enumerate(accelerator._models) if i} | positions
 
 
-def _shared(accelerator: Accelerator) -> dict[str, Any]:
+def _state(accelerator: Accelerator) -> dict[str, Any]:
     scaler = accelerator.scaler
-    state = {
+    return {
         "step": accelerator.step,
         "schedulers": [one.state_dict() for one in accelerator._schedulers],
         "custom": [one.state_dict() for one in accelerator._custom_objects],
         "scaler": None if scaler is None else scaler.state_dict(),
     }
-    return {"trainer": state}
 
 
 def _load_each(kind: str, objects: Sequence[Any], states: Sequence[Any]) -> None:

@@ -39,28 +39,31 @@ class Keeper:
     and at most nine tenths of a run at once: a limit that is set on a long run takes effect within a few saves.
     """
 
-    def __init__(self, config: Config, policy: Policy) -> None:
+    def __init__(self, config: Config, policy: Policy | None) -> None:
+        """policy: None deletes nothing."""
         self._prune = Prune(policy, config.run_name, grace_s=0.0)
-        self._operator = StoreOperator(open_store(config.source, config.options))
+        self._operator = StoreOperator(open_store(config.source, config.options)) if policy is not None else None
         self._thread = ThreadPoolExecutor(1, "ckpt-keeper")
         self._warned = False
 
     def saved(self, handle: SaveHandle) -> None:
         """Prune when this save is durable. Returns at once."""
-        self._thread.submit(self._apply, handle)
+        if self._operator is not None:
+            self._thread.submit(self._apply, self._operator, handle)
 
     def close(self) -> None:
-        """Return when all prunes are done."""
+        """Return when all prunes are done. Later saves are not pruned."""
+        self._operator = None
         self._thread.shutdown()
 
-    def _apply(self, handle: SaveHandle) -> None:
+    def _apply(self, operator: StoreOperator, handle: SaveHandle) -> None:
         try:
             with suppress(SaveSkipped):
                 handle.result()
         except CkptError:
             return  # the next save of the trainer raises it
         try:
-            wanted = self._operator.plan_prune(self._prune)
+            wanted = operator.plan_prune(self._prune)
             plan = wanted.within_fractions()
             if len(plan.remove) < len(wanted.remove) and not self._warned:
                 self._warned = True
@@ -69,7 +72,7 @@ class Keeper:
                     "saves",
                     self._prune.run, len(wanted.decisions), len(wanted.keep), len(plan.remove),
                 )  # fmt: skip
-            self._operator.prune(self._prune, plan)
+            operator.prune(self._prune, plan)
         except CkptError as error:
             logger.warning("run %s is not pruned: %s", self._prune.run, error)
         except Exception:
@@ -110,8 +113,9 @@ def add_assets(checkpointer: Checkpointer, model: Any, *others: Any) -> None:
                     one.save_pretrained(folder)
             except Exception:
                 logger.exception("checkpoints are saved without the files of a %s", type(one).__name__)
-        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-        files |= {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        files |= {
+            path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+        }
     if files or any(hasattr(one, "save_pretrained") for one in owners):  # on all ranks alike, although one cannot write
         checkpointer._assets = files
 

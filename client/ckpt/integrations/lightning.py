@@ -75,7 +75,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         self._every_steps, self._every_epochs = every_n_train_steps, every_n_epochs
         keep_best = (f"{monitor}:{mode}:{save_top_k}",) if monitor and save_top_k > 0 else ()
         self._policy = Policy(keep_last=max(1, keep_last), keep_best=keep_best) if keep_best or keep_last else None
-        self._keeper: Keeper | None = None
+        self._keeper = Keeper(self._checkpointer.config, None)
         self._schedule: Schedule | None = None
         self._newest: SaveHandle | None = None
         """It stays from fit to fit, as long as each continues the one before."""
@@ -128,7 +128,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         """Bring the loaders to their positions, and random state last."""
         if self._every_steps is None and self._every_epochs is None:
             self._schedule = self._checkpointer.every()
-        if self._policy is not None and trainer.is_global_zero:
+        if trainer.is_global_zero:
             self._keeper = Keeper(self._checkpointer.config, self._policy)
         self._step = trainer.global_step
         if self._newest is not None and self._step < self._newest.step:
@@ -193,9 +193,7 @@ class CkptdCheckpoint(ModelCheckpoint):
         if self._newest is None:
             self._reopen()  # closed, it could still save, but not read from a daemon
         self._begin()
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.close()
+        self._keeper.close()
 
     def _opened(self, fitting: bool) -> Checkpointer:
         """The Checkpointer to restore from, in a fit that continues from what it restores."""
@@ -226,15 +224,17 @@ class CkptdCheckpoint(ModelCheckpoint):
             repeat_step=True,
             **loaders(trainer),
         )
-        if self._keeper is not None:
-            self._keeper.saved(self._newest)
+        self._keeper.saved(self._newest)
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         """Metrics of the weights as they are now, without values that an earlier validation left behind."""
         step, validated = self._validated
-        logged = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         old = {name: value.data_ptr() for name, value in self._seen.items()}
-        found = {name: float(value) for name, value in logged.items() if value.data_ptr() != old.get(name)}
+        found = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if value.numel() == 1 and value.data_ptr() != old.get(name)
+        }
         return {**validated, **found} if step == trainer.global_step else found
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
@@ -345,8 +345,11 @@ fsspec.register_implementation("ckptd", _Paths, clobber=True)  # type: ignore[no
 def loaders(trainer: Trainer) -> dict[str, Any]:
     """The loaders of training whose position is saved, by the names it is saved under."""
     found = CombinedLoader(trainer.train_dataloader).flattened
-    stateful = {i: one for i, one in enumerate(found) if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")}
-    return {f"loader{i or ''}": one for i, one in stateful.items()}
+    return {
+        f"loader{i or ''}": one
+        for i, one in enumerate(found)
+        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+    }
 
 
 def trainer_state(trainer: Trainer) -> dict[str, Any]:

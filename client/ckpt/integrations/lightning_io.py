@@ -75,9 +75,8 @@ class CkptdCheckpointIO(TorchCheckpointIO):
             self._checkpointer.close()
             self._checkpointer, self._resumed = resumed or self._open(), None
         others = drop_objects(dict(checkpoint))
-        tensors: dict[str, Any] = {
-            name: others.pop(name) for name in ("state_dict", "optimizer_states") if name in others
-        }
+        tensors: dict[str, Any]
+        tensors = {name: others.pop(name) for name in ("state_dict", "optimizer_states") if name in others}
         saved = self._checkpointer.save(None, None, step, shared={**tensors, "trainer": others}, repeat_step=True)
         self._newest = _Saved(step, marks, saved.id)
         return saved.id
@@ -113,12 +112,12 @@ class CkptdCheckpointIO(TorchCheckpointIO):
             return
         config = self._checkpointer.config
         operator = StoreOperator(open_store(config.source, config.options))
-        found = [one for one in operator.checkpoints(config.run_name) if one.id == str(Reference.parse(named))]
-        for checkpoint in found:
-            try:
-                operator.delete(checkpoint, grace_s=0.0, reason="removed by Lightning")
-            except (CheckpointHeld, NoCheckpoint) as error:
-                logger.info("%s stays: %s", named, error)
+        for checkpoint in operator.checkpoints(config.run_name):
+            if checkpoint.id == str(Reference.parse(named)):
+                try:
+                    operator.delete(checkpoint, grace_s=0.0, reason="removed by Lightning")
+                except (CheckpointHeld, NoCheckpoint) as error:
+                    logger.info("%s stays: %s", named, error)
 
     def teardown(self) -> None:
         """Return when the saver has ended; a later save starts another one, and continues the run if its step is not
@@ -143,9 +142,11 @@ class _Saved(NamedTuple):
 
 def _marks(checkpoint: Mapping[str, Any]) -> object:
     weights = checkpoint.get("state_dict", {})
-    tensors = [(name, one) for name, one in weights.items() if isinstance(one, torch.Tensor)]
-    storages = [StorageWeakRef(one.untyped_storage()) for _, one in tensors]  # type: ignore[no-untyped-call]
-    versions = [(name, storage, one._version) for (name, one), storage in zip(tensors, storages, strict=True)]
+    versions = [
+        (name, StorageWeakRef(one.untyped_storage()), one._version)  # type: ignore[no-untyped-call]
+        for name, one in weights.items()
+        if isinstance(one, torch.Tensor)
+    ]
     return frozenset(checkpoint), versions  # fewer items for a save of the weights alone
 
 

@@ -106,12 +106,9 @@ class CkptdManager(BaseCheckpointManager):
                 f"checkpoint.exclude_from_loading names {sorted(unknown)}, which is not saved",
                 f"Use {', '.join((OPTIMIZER, *self._extras))}",
             )
-        keeps = config.keep_latest_k > 0 and not config.load_only
-        self._keeper = (
-            Keeper(self._checkpointer.config, Policy(keep_last=config.keep_latest_k))
-            if keeps and self._checkpointer._is_first()
-            else None
-        )
+        keeps = config.keep_latest_k > 0 and not config.load_only and self._checkpointer._is_first()
+        policy = Policy(keep_last=config.keep_latest_k) if keeps else None
+        self._keeper = Keeper(self._checkpointer.config, policy)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self._config
@@ -123,8 +120,7 @@ class CkptdManager(BaseCheckpointManager):
         else:
             handle = self._checkpointer.save_async(self._model, self._optimizers, curr_step, **self._extras)
         self.save_future = cast(Any, handle)  # has the methods of a future
-        if self._keeper is not None:
-            self._keeper.saved(handle)
+        self._keeper.saved(handle)
         if last_step:
             self._wait_for_saving()
         return True
@@ -168,8 +164,7 @@ class CkptdManager(BaseCheckpointManager):
         self.save_future = None
 
     def _close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        self._keeper.close()
         self._checkpointer.close()
 
 

@@ -59,9 +59,10 @@ class _CkptdTrainer(Trainer):
     def _begin(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
         self._config = checkpointer.config
-        self._keeper: Keeper | None = None
+        self._keeper = Keeper(self._config, None)
         self._stages: StagedRestore | None = None
-        self._folder: str | None = None
+        self._folder = ""
+        """What the trainer reads in a resume before it calls the methods below; made for each training."""
         self._last_saved: int | None = None
         self._saved: Mapping[str, Any] = {}
 
@@ -75,19 +76,16 @@ class _CkptdTrainer(Trainer):
         if self.args.save_total_limit and self.args.should_save:
             self._keeper = Keeper(self._config, self._policy())
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                named = self._named(resume_from_checkpoint)
-                if named is not None:
-                    resume_from_checkpoint = self._open(named, Path(folder))
+            with tempfile.TemporaryDirectory() as self._folder:
+                if (named := self._named(resume_from_checkpoint)) is not None:
+                    resume_from_checkpoint = self._open(named)
                 done = super().train(resume_from_checkpoint, *args, **kwargs)
             self._checkpointer.wait()
             self._name_best()
             return done
         finally:
-            self._stages = self._folder = None
-            keeper, self._keeper = self._keeper, None
-            if keeper is not None:
-                keeper.close()
+            self._stages = None
+            self._keeper.close()
 
     def _named(self, resume: str | bool | None) -> str | None:
         """The checkpoint of ours that is meant, if it is one of ours."""
@@ -95,16 +93,15 @@ class _CkptdTrainer(Trainer):
             return f"{self._config.run_name}@latest"
         return resume.removeprefix(SCHEME) if isinstance(resume, str) and resume.startswith(SCHEME) else None
 
-    def _open(self, named: str, folder: Path) -> str | None:
-        """Begin a restore. The folder holds what the trainer reads before it calls the methods below."""
+    def _open(self, named: str) -> str | None:
+        """Begin a restore. Returns the folder; None if there is no checkpoint."""
         self._stages = self._checkpointer.restore_in_stages(checkpoint=named)
         restored = self._stages.extras(trainer=None)
         if restored is None:
             logger.info("run %s has no checkpoint yet", self._config.run_name)
             return None
         self._saved = restored.values["trainer"]
-        (folder / TRAINER_STATE_NAME).write_text(self._saved["state"])
-        self._folder = str(folder)
+        (Path(self._folder) / TRAINER_STATE_NAME).write_text(self._saved["state"])
         return self._folder
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -114,7 +111,7 @@ class _CkptdTrainer(Trainer):
             self._opened().model(model or self.model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or checkpoint != self._folder:
+        if checkpoint != self._folder:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self._name_best()  # the trainer has dropped the name: it looks for a folder
@@ -125,13 +122,13 @@ class _CkptdTrainer(Trainer):
         self.lr_scheduler.load_state_dict(self._saved["scheduler"])
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or checkpoint != self._folder:
+        if checkpoint != self._folder:
             super()._load_scaler(checkpoint)
         elif "scaler" in self._saved:
             self.accelerator.scaler.load_state_dict(self._saved["scaler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or checkpoint != self._folder:
+        if checkpoint != self._folder:
             super()._load_rng_state(checkpoint)
         else:
             self._opened().rng()
@@ -152,8 +149,7 @@ class _CkptdTrainer(Trainer):
             repeat_step=True,
         )
         self._last_saved = step
-        if self._keeper is not None:
-            self._keeper.saved(handle)
+        self._keeper.saved(handle)
 
     def _name_best(self) -> None:
         """Name the best checkpoint, if there is one: without a name the trainer does not load it at the end."""
@@ -173,14 +169,12 @@ class _CkptdTrainer(Trainer):
             logger.warning("run %s has no checkpoint with %s: the newest weights stay", self._config.run_name, metric)
 
     def _trainer_state(self) -> dict[str, Any]:
-        callbacks = [
-            one for one in (*self.callback_handler.callbacks, self.control) if isinstance(one, ExportableState)
-        ]
         states: dict[str, Any] = {}
-        for one in callbacks:
-            name = type(one).__name__
-            several = isinstance(self.state.stateful_callbacks.get(name), list)
-            states[name] = [*states.get(name, []), one.state()] if several else one.state()
+        for one in (*self.callback_handler.callbacks, self.control):
+            if isinstance(one, ExportableState):
+                name = type(one).__name__
+                several = isinstance(self.state.stateful_callbacks.get(name), list)
+                states[name] = [*states.get(name, []), one.state()] if several else one.state()
         state = vars(self.state) | {"stateful_callbacks": states, "best_model_checkpoint": None}
         saved: dict[str, Any] = {"state": json.dumps(state)}
         if not self.args.save_only_model:

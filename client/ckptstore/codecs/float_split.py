@@ -67,7 +67,8 @@ def _encode(
 def scan(raw: memoryview, extremes: Extremes) -> str:
     """Add the extremes of a chunk that is not encoded. Returns its digest; both pass through the cache once."""
     words: Plane = np.frombuffer(raw, f"u{ITEM_BYTES[extremes.dtype]}")
-    return loops.scan(words, extremes)
+    found: str = loops.scan(words, extremes)
+    return found
 
 
 class _Writer:

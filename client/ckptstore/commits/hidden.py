@@ -38,7 +38,8 @@ class DeletedAttempts:
         self._versions = _versions(run)
         self._lists: dict[int, frozenset[str]] = {}
 
-    def __contains__(self, attempt: Attempt) -> bool:
+    def __contains__(self, attempt: object) -> bool:
+        assert isinstance(attempt, Attempt)
         generation = attempt.generation
         if generation not in self._lists:
             self._lists[generation] = _newest(self._run, generation, self._versions) or frozenset()
@@ -73,7 +74,7 @@ class HiddenAttempts:
         # The lists second: an attempt is on the list before its tombstone is removed.
         self.deleted = deleted.result() if deleted is not None else DeletedAttempts(run)
 
-    def __contains__(self, attempt: Attempt) -> bool:
+    def __contains__(self, attempt: object) -> bool:
         return attempt in self.tombstoned or attempt in self.deleted
 
     def lost(self, attempt: Attempt, thinned: bool) -> str:

@@ -9,7 +9,7 @@ hidden ones reference may be hidden, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import NamedTuple
 
 from ckptstore.errors import InvalidName, ReferenceLost
@@ -78,15 +78,15 @@ def unmark(run: Run, listed: Iterable[Mark]) -> None:
     run.store.delete_many([run.keys.reference(*found) for found in listed])
 
 
-def reasons(run: Run, hidden: Callable[[Attempt], bool] | None = None) -> dict[Attempt, list[str]]:
+def reasons(run: Run, hidden: Container[Attempt] = ()) -> dict[Attempt, list[str]]:
     """Why attempts must stay: `referenced:ID` for the newest few referencing attempts, and a count of the others.
     `optimizer:ID` says the same about their optimizer state.
 
-    hidden: whether the references of an attempt do not count, because it is hidden.
+    hidden: attempts whose references do not count, because they are hidden.
     """
     by: dict[tuple[Attempt, str], list[Attempt]] = defaultdict(list)
     for found in marks(run):
-        if hidden is None or not hidden(found.by):
+        if found.by not in hidden:
             by[found.attempt, "optimizer:" if found.optimizer else REFERENCED].append(found.by)
     why: dict[Attempt, list[str]] = defaultdict(list)
     for (attempt, kind), others in by.items():

@@ -88,7 +88,7 @@ class Chunks(Document, eq=False, omit_defaults=True):
 
     def codec_of(self, chunk: int) -> str:
         """Name of a chunk's codec."""
-        return self.codecs[self.codec[chunk]]
+        return self.codecs[int(self.codec[chunk])]
 
     def digest_of(self, chunk: int) -> str:
         """A chunk's digest in hexadecimal digits."""

@@ -15,7 +15,7 @@ any point leaves a valid state: deletions are idempotent, and any process may fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from math import inf
@@ -114,16 +114,16 @@ def hide(
     """
     grace_s = max(grace_s, run.store.listing_lag_s)
     # The sweep asks again, and counts all references: the data stays while a hidden checkpoint that needs it is left.
-    held = dict(_holds(run, thins, hidden_attempts(run).__contains__))
+    held = dict(_holds(run, thins, hidden_attempts(run)))
     if free := [attempt for attempt in attempts if attempt not in held]:
         audit.record(run, Action.THIN if thins else Action.DELETE, free, reason)
-    hidden: dict[Attempt, Hidden] = {}
+    hidden = {}
     for attempt in attempts:
         if attempt not in held:
             id = "thin-" * thins + new_ulid(run.clock())
             hidden[attempt] = write_tombstone(run, attempt, id, reason, grace_s)
         progress(attempt)
-    late = _holds(run, thins, hidden_attempts(run).__contains__) if hidden else {}
+    late = _holds(run, thins, hidden_attempts(run)) if hidden else {}
     for attempt in hidden.keys() & late.keys():
         if _cancel_deletion(run, attempt, [hidden[attempt]]):
             held[attempt] = late[attempt]
@@ -226,7 +226,7 @@ def delete_data(run: Run, attempt: Attempt, optimizer: bool = False) -> int:
     return sum(info.bytes for info in objects)
 
 
-def _holds(run: Run, thins: bool, hidden: Callable[[Attempt], bool] | None = None) -> Holds:
+def _holds(run: Run, thins: bool, hidden: Container[Attempt] = ()) -> Holds:
     """Holds of checkpoints or, if it `thins`, of their optimizer state."""
     found = active_holds(run, hidden)
     return {attempt: why for attempt, why in found.items() if not thins or holds_optimizer(why)}
@@ -327,8 +327,7 @@ def _is_left(run: Run, hidden: Hidden) -> bool:
 
 def _sweep_decisions(run: Run, hidden: Collection[Hidden]) -> tuple[dict[Hidden, bool], list[Damaged]]:
     """Whether decided tombstones are swept, and the errors of those whose sweep decision is damaged."""
-    decided: dict[Hidden, bool] = {}
-    damage: list[Damaged] = []
+    decided, damage = {}, []
     for one in hidden:
         try:
             if (is_swept := _is_swept(run, one)) is not None:
@@ -434,8 +433,7 @@ def collect(run: Run, grace_s: float = ORPHAN_GRACE_S) -> CollectReport:
     """
     swept = sweep(run)
     hidden = hidden_attempts(run)
-    rolled: list[str] = []
-    aborted: list[str] = []
+    rolled, aborted = [], []
     decided = set(decided_attempts(run))
     outcomes = _outcomes(run, [attempt for attempt in decided if attempt not in hidden])
     present = _attempts_with_data(run)

@@ -41,7 +41,7 @@ class Healed(NamedTuple):
     problems: tuple[str, ...]
 
 
-def heal(run: Run, found: Verification, copies: Sequence[Store] = (), throttle: Progress = lambda _: None) -> Healed:
+def heal(run: Run, found: Verification, copies: Sequence[Store], throttle: Progress) -> Healed:
     """Write the damaged objects of a checkpoint again; durable on return. The caller holds a lease on the checkpoint.
 
     found: the result of its verification. copies: stores that may have the same objects, or further holders of chunks.

@@ -6,7 +6,7 @@ The key of a pin contains the attempt and the name, so that a listing is enough 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ckptstore.commits import audit, leases, references
 from ckptstore.commits.hidden import hidden_attempts
@@ -23,6 +23,10 @@ class NamedPin(Record):
 
     id: str
     name: str
+
+
+Reasons = dict[Attempt, list[str]]
+"""Why attempts stay, such as the names of their pins."""
 
 
 def list_pins(run: Run) -> list[NamedPin]:
@@ -63,9 +67,9 @@ def unpin(run: Run, attempt: Attempt, name: str) -> None:
     run.store.delete_many([key])
 
 
-def pinned(run: Run) -> dict[Attempt, list[str]]:
+def pinned(run: Run) -> Reasons:
     """The names of the pins of each pinned attempt."""
-    found: dict[Attempt, list[str]] = defaultdict(list)
+    found: Reasons = defaultdict(list)
     for attempt, name, _ in run.listed(run.keys.pins):
         found[attempt].append(name)
     return dict(found)
@@ -80,15 +84,13 @@ def holds_optimizer(reasons: Iterable[str]) -> bool:
     return not all(reason.startswith(references.REFERENCED) for reason in reasons)
 
 
-def active_holds(run: Run, hidden: Callable[[Attempt], bool] | None = None) -> Holds:
+def active_holds(run: Run, hidden: Container[Attempt] = ()) -> Holds:
     """Everything that holds checkpoints of a run now, without references of `hidden` attempts. A new kind of hold is
     added only here."""
-    held: dict[Attempt, list[str]] = defaultdict(list)
-    for attempt, pin_names in pinned(run).items():
-        held[attempt] += [f"pin:{name}" for name in pin_names]
-    for attempt, holders in leases.active_leases(run).items():
-        held[attempt] += [f"lease:{holder}" for holder in holders]
+    held: Reasons = defaultdict(list)
+    pins, leased = pinned(run), leases.active_leases(run)
     # Last: a saver protects what it references by a lease until it has written the marks.
-    for attempt, found in references.reasons(run, hidden).items():
-        held[attempt] += found
+    for kind, found in (("pin:", pins), ("lease:", leased), ("", references.reasons(run, hidden))):
+        for attempt, reasons in found.items():
+            held[attempt] += [kind + reason for reason in reasons]
     return dict(held)

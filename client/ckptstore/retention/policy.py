@@ -23,7 +23,7 @@ from ckptstore.format.documents import FORMAT
 from ckptstore.format.parsing import parse_sealed, seal
 from ckptstore.format.records import Best, Override, PoliciesVersion, Policy, PolicySet
 from ckptstore.names import Attempt
-from ckptstore.retention.pins import holds_optimizer
+from ckptstore.retention.pins import Reasons, holds_optimizer
 from ckptstore.stores import Store
 from ckptstore.values import Record
 
@@ -99,9 +99,9 @@ def evaluate(
     return [KeepDecision(c, why, bool(why) and c.attempt in thinned) for c, why in decided]
 
 
-def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> dict[Attempt, list[str]]:
+def _by_rules(policy: Policy, usable: Sequence[Checkpoint], now: float) -> Reasons:
     """The reasons that the rules give. usable: newest generation and step first."""
-    reasons: dict[Attempt, list[str]] = defaultdict(list)
+    reasons: Reasons = defaultdict(list)
 
     def keep(rule: str, ranked: Sequence[Checkpoint]) -> None:
         for i, checkpoint in enumerate(ranked, 1):
@@ -137,9 +137,7 @@ def healthiest(usable: Sequence[Checkpoint]) -> list[Checkpoint]:
     return sorted((c for c in usable if not c.not_finite), key=lambda c: c.not_finite is None)
 
 
-def _limited(
-    policy: Policy, usable: Sequence[Checkpoint], reasons: dict[Attempt, list[str]], thinned: Collection[Attempt]
-) -> dict[Attempt, list[str]]:
+def _limited(policy: Policy, usable: Sequence[Checkpoint], reasons: Reasons, thinned: Collection[Attempt]) -> Reasons:
     """The reasons, without those of checkpoints that exceed `max_bytes`, counted from the newest.
 
     thinned: those that lose their optimizer state now.

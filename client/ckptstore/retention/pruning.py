@@ -125,7 +125,7 @@ class PrunePlan:
 
     def within_fractions(self) -> PrunePlan:
         """The same, but of each run at most `num_allowed` are affected: the newest of the others stay for now."""
-        spared: set[Attempt] = set()
+        spared = set()
         for _, plan in self.by_run():
             spared.update(sorted(checkpoint.attempt for checkpoint in plan.affected)[plan.num_allowed :])
         decisions = (
@@ -227,8 +227,8 @@ def apply_prunes(
     clock: Clock,
     by: str,
     confirmed: bool,
-    progress: Progress = lambda _: None,
-    on_change: Callable[[str], object] = lambda _: None,
+    progress: Progress,
+    on_change: Callable[[str], object],
 ) -> PrunePlan:
     """Hide the checkpoints that the plan removes; durable on return. Then sweep those that were hidden and are due.
 
@@ -239,7 +239,7 @@ def apply_prunes(
     """
     check_store(store, clock)
     held: list[Checkpoint] = []
-    blocked: list[str] = []
+    blocked = []
     for name, part in plan.by_run():
         if part.blocked and not confirmed:
             blocked.append(part.blocked)

@@ -129,7 +129,7 @@ def scrub_unit(url: str, by: str, heals: bool, ranks: Collection[int] | None, un
 
 
 def confirm_damage(
-    run: Run, checkpoint: Checkpoint, chunks: Collection[tuple[str, int]], progress: Progress = lambda _: None
+    run: Run, checkpoint: Checkpoint, chunks: Collection[tuple[str, int]], progress: Progress
 ) -> Verification | None:
     """Check chunks that a reader found damaged, and all documents of their checkpoint; record a finding if they are.
 

@@ -21,9 +21,7 @@ from ckptstore.errors import (
     CkptError,
     CorruptObject,
     InvalidRequest,
-    ObjectMissing,
     StoreReadOnly,
-    StoreUnavailable,
     StoreUnsafe,
 )
 from ckptstore.format.documents import digest
@@ -69,8 +67,38 @@ class StoreReport(Record):
 
 def run_store_checks(store: Store, clock: Clock) -> StoreReport:
     """Write, read, list, create concurrently and delete some small objects. Without the first write, nothing else."""
-    running = _StoreChecks(store, clock)
-    checks, probed = list(running.run()), running.probed
+    folder = f"{names.PROBES_PREFIX}{new_ulid(clock())}/"
+    key, checks = folder + "object", list[StoreCheck]()
+    probed: Probe | None = None
+    try:
+        with _checking("write", checks):
+            _check_bucket(store)
+            store.put(key, _DATA)
+        if checks[0].ok:  # whatever else fails otherwise has the same cause
+            with _checking("read", checks):
+                _require(store.get(key) == _DATA, "a read returns other bytes than written")
+            with _checking("read a range", checks):
+                buffer = memoryview(bytearray(1000))
+                store.get_range(key, 500, buffer)
+                _require(bytes(buffer) == _DATA[500:1500], "a ranged read returns other bytes than a full read")
+            with _checking("list", checks):
+                listed = {info.key: info.bytes for info in store.list(folder)}
+                _require(listed == {key: len(_DATA)}, f"a listing shows {listed}")
+            with _checking("create once", checks):
+                probed = probe_store(store, clock)
+                _require(probed.refuses_second, "a second create of the same object was accepted")
+            with _checking("one winner", checks):
+                one = _known(probed).races_won == _RACES
+                _require(one, "concurrent creates of an object did not have exactly one winner")
+            with _checking("clock", checks):
+                skew_s = _known(probed).skew_s
+                _require(abs(skew_s) <= _SKEW_ALLOWED_S, f"the store's clock is {skew_s:+.0f} s from this machine's")
+            with _checking("delete", checks):
+                store.delete_many([key])
+                _require(store.find(key) is None, "an object is still readable after its deletion")
+    finally:
+        with suppress(CkptError):  # the checks have reported the problem
+            store.delete_many([info.key for info in store.list(folder)])
     return StoreReport(
         store=store.url,
         ok=all(check.ok for check in checks),
@@ -83,84 +111,26 @@ def run_store_checks(store: Store, clock: Clock) -> StoreReport:
     )
 
 
-class _StoreChecks:
-    def __init__(self, store: Store, clock: Clock) -> None:
-        self._store = store
-        self._clock = clock
-        self.probed: Probe | None = None
-        self._folder = f"{names.PROBES_PREFIX}{new_ulid(clock())}/"
-        self._key = self._folder + "object"
+@contextmanager
+def _checking(name: str, checks: list[StoreCheck]) -> Iterator[None]:
+    """Add a check of this name, which fails if an error is raised meanwhile."""
+    began, problem = time.perf_counter(), ""
+    try:
+        yield
+    except CkptError as error:
+        problem = str(error)
+    checks.append(StoreCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem))
 
-    def run(self) -> Iterator[StoreCheck]:
-        steps = {
-            "write": self._write,
-            "read": self._read,
-            "read a range": self._read_range,
-            "list": self._list,
-            "create once": self._create_twice,
-            "one winner": self._race,
-            "clock": self._check_clock,
-            "delete": self._delete,
-        }
-        try:
-            for name, step in steps.items():
-                began = time.perf_counter()
-                try:
-                    problem = step()
-                except CkptError as error:
-                    problem = str(error)
-                yield StoreCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem)
-                if name == "write" and problem:
-                    break  # whatever else fails then has the same cause
-        finally:
-            with suppress(CkptError):  # the checks have reported the problem
-                self._store.delete_many([info.key for info in self._store.list(self._folder)])
 
-    def _write(self) -> str:
-        _check_bucket(self._store)
-        self._store.put(self._key, _DATA)
-        return ""
+def _require(kept: bool, problem: str) -> None:
+    if not kept:
+        raise StoreUnsafe(problem)
 
-    def _read(self) -> str:
-        return "" if self._store.get(self._key) == _DATA else "a read returns other bytes than written"
 
-    def _read_range(self) -> str:
-        buffer = memoryview(bytearray(1000))
-        self._store.get_range(self._key, 500, buffer)
-        return "" if bytes(buffer) == _DATA[500:1500] else "a ranged read returns other bytes than a full read"
-
-    def _list(self) -> str:
-        listed = {info.key: info.bytes for info in self._store.list(self._folder)}
-        return "" if listed == {self._key: len(_DATA)} else f"a listing shows {listed}"
-
-    def _create_twice(self) -> str:
-        self.probed = probe_store(self._store, self._clock)
-        return "" if self.probed.refuses_second else "a second create of the same object was accepted"
-
-    def _race(self) -> str:
-        return (
-            ""
-            if self._found().races_won == _RACES
-            else "concurrent creates of an object did not have exactly one winner"
-        )
-
-    def _check_clock(self) -> str:
-        skew_s = self._found().skew_s
-        far = abs(skew_s) > _SKEW_ALLOWED_S
-        return f"the store's clock is {skew_s:+.0f} s from this machine's" if far else ""
-
-    def _found(self) -> Probe:
-        if self.probed is None:
-            raise StoreUnavailable("this check could not run", "See the failed check before it")
-        return self.probed
-
-    def _delete(self) -> str:
-        self._store.delete_many([self._key])
-        try:
-            self._store.get(self._key)
-        except ObjectMissing:
-            return ""
-        return "an object is still readable after its deletion"
+def _known(probed: Probe | None) -> Probe:
+    if probed is None:
+        raise StoreUnsafe("this check could not run", "See the failed check before it")
+    return probed
 
 
 MAX_SKEW_S = 300.0

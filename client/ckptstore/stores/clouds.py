@@ -25,7 +25,16 @@ from ckptstore.clock import system_clock
 from ckptstore.errors import ObjectMissing
 from ckptstore.stores.multipart import Found, MultipartStore
 from ckptstore.stores.remote import modified_at
-from ckptstore.stores.transfers import SIGNED_FOR_S, TransferFailed, Transfers, UploadPart, element, proxy_of
+from ckptstore.stores.transfers import (
+    SIGNED_FOR_S,
+    Addressed,
+    PartEntry,
+    TransferFailed,
+    Transfers,
+    UploadPart,
+    element,
+    proxy_of,
+)
 
 _SCOPE = "https://storage.azure.com/.default"
 
@@ -39,16 +48,14 @@ class CloudTransfers(Transfers):
         return self.ask(method, f"{url}{'&' if '?' in url else '?'}{query}", own | headers, body)
 
     @override
-    def put_part(
-        self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float
-    ) -> dict[str, Any]:
+    def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float) -> PartEntry:
         query, headers = self._described(upload, part)
         headers["Content-Length"] = str(len(part))
         reply = self.sent(lambda: self.request("PUT", path, query, part.pieces, **headers), None, stop, retry_s)
         return {"PartNumber": part.number, "ETag": reply.headers.get("ETag")}
 
     @abstractmethod
-    def _described(self, upload: str, part: UploadPart) -> tuple[str, dict[str, str]]:
+    def _described(self, upload: str, part: UploadPart) -> Addressed:
         """Query and checksum header of a part."""
 
 
@@ -81,7 +88,7 @@ class GcsTransfers(CloudTransfers):
         super().__init__(fs, retried, fs.session_kwargs.get("trust_env") and proxy_of(fs._location))
 
     @override
-    def _readable(self, path: str) -> tuple[str, dict[str, str]]:
+    def _readable(self, path: str) -> Addressed:
         payer = self.fs._get_params({}).get("userProject")
         return f"{self.fs._location}/{quote(path)}", self.fs._get_headers(
             {"x-goog-user-project": payer} if payer else {}
@@ -92,7 +99,7 @@ class GcsTransfers(CloudTransfers):
         return element("UploadId", self.sent(lambda: self.request("POST", path, "uploads")).data)
 
     @override
-    def _described(self, upload: str, part: UploadPart) -> tuple[str, dict[str, str]]:
+    def _described(self, upload: str, part: UploadPart) -> Addressed:
         crc = 0
         for piece in part.pieces:
             crc = self._crc32c(crc, bytes(piece))  # it refuses a view
@@ -100,7 +107,7 @@ class GcsTransfers(CloudTransfers):
         return f"partNumber={part.number}&uploadId={upload}", {"x-goog-hash": f"crc32c={checksum}"}
 
     @override
-    def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
+    def complete(self, path: str, upload: str, parts: list[PartEntry]) -> None:
         listed = "".join(
             f"<Part><PartNumber>{part['PartNumber']}</PartNumber><ETag>{part['ETag']}</ETag></Part>" for part in parts
         )
@@ -162,7 +169,7 @@ class AzureTransfers(CloudTransfers):
         super().__init__(fs, retried, proxy_of(fs.service_client.url))
 
     @override
-    def _readable(self, path: str) -> tuple[str, dict[str, str]]:
+    def _readable(self, path: str) -> Addressed:
         client = self.fs.service_client
         endpoint, _, query = client.url.partition("?")
         headers = {"x-ms-version": client.api_version}
@@ -183,7 +190,7 @@ class AzureTransfers(CloudTransfers):
         return uuid.uuid4().hex  # with eight digits it is valid base64, the id of a block
 
     @override
-    def _described(self, upload: str, part: UploadPart) -> tuple[str, dict[str, str]]:
+    def _described(self, upload: str, part: UploadPart) -> Addressed:
         md5 = hashlib.md5(usedforsecurity=False)
         for piece in part.pieces:
             md5.update(piece)
@@ -191,7 +198,7 @@ class AzureTransfers(CloudTransfers):
         return f"comp=block&blockid={upload}{part.number:08}", {"Content-MD5": checksum}
 
     @override
-    def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
+    def complete(self, path: str, upload: str, parts: list[PartEntry]) -> None:
         listed = "".join(f"<Latest>{upload}{part['PartNumber']:08}</Latest>" for part in parts)
         self.request("PUT", path, "comp=blocklist", f"<BlockList>{listed}</BlockList>".encode())
 

@@ -321,14 +321,11 @@ class _LocalReader(ObjectReader):
 
     def read_parts(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """One system call for all buffers, unless it returns less."""
-        wanted = sum(map(len, buffers))
-        try:
-            at_once = not self._past and len(buffers) <= _MAX_PARTS
-            whole = at_once and os.preadv(self.fd, buffers, offset) == wanted
-        except OSError:
-            whole = False
-        if not whole:
-            super().read_parts(offset, buffers)
+        if not self._past and len(buffers) <= _MAX_PARTS:
+            with suppress(OSError):
+                if os.preadv(self.fd, buffers, offset) == sum(map(len, buffers)):
+                    return
+        super().read_parts(offset, buffers)
 
     def read_once(self, offset: int, num_bytes: int) -> memoryview:
         """Direct I/O, into memory from which `open_writer` can write to another folder with direct I/O."""

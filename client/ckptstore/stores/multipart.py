@@ -21,7 +21,7 @@ from ckptstore.errors import ObjectMissing, StoreUnavailable
 from ckptstore.retry import outage_pauses, retry
 from ckptstore.stores.base import ObjectInfo, ObjectReader, ObjectWriter, check_length, is_lasting, no_such_bucket
 from ckptstore.stores.remote import FsspecStore, is_there
-from ckptstore.stores.transfers import ByteSpan, Transfers, UploadPart
+from ckptstore.stores.transfers import ByteSpan, PartEntry, Transfers, UploadPart
 
 PART_BYTES = 8 << 20
 """Smallest part. S3 transfers a single request at about 90 MB/s whatever its size, and rejects parts below 5 MiB."""
@@ -31,6 +31,8 @@ _MAX_PARTS = 9_000  # S3 allows 10,000; encoded bytes may slightly exceed the si
 _PARTS_OF_ONE_SIZE = 1_000
 
 _T = TypeVar("_T")
+_Errors = Callable[[], AbstractContextManager[None]]
+"""Translates those of an object."""
 Found = Iterator[tuple[str, Any]]
 """Names in a bucket, and size and time of what is there: None for a folder."""
 
@@ -57,8 +59,7 @@ class MultipartWriter(ObjectWriter):
     _transfers: Transfers
     _path: str
     """In the file system."""
-    _errors: Callable[[], AbstractContextManager[None]]
-    """Translates them."""
+    _errors: _Errors
     _size_hint: int
     _buffered_bytes: int
     """Limit for the part being filled and the parts in flight; at least one of each is allowed."""
@@ -72,8 +73,8 @@ class MultipartWriter(ObjectWriter):
         self._part = UploadPart(1, part_bytes(1, self._size_hint))
         self._upload: Future[str] | None = None
         """Its id."""
-        self._in_flight: dict[Future[dict[str, Any]], UploadPart] = {}
-        self._sent: list[dict[str, Any]] = []
+        self._in_flight: dict[Future[PartEntry], UploadPart] = {}
+        self._sent: list[PartEntry] = []
         self._committing = False
         self._stop = threading.Event()
         threads = max(1, self._buffered_bytes // self._part.unused - 1)
@@ -244,7 +245,7 @@ class _SpanReader(ObjectReader):
 
     _span: ByteSpan
     _url: str
-    _errors: Callable[[], AbstractContextManager[None]]
+    _errors: _Errors
     small_reads: bool
 
     def expect(self, offset: int, num_bytes: int, again: bool = True) -> None:

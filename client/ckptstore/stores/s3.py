@@ -13,7 +13,15 @@ from typing_extensions import override
 
 from ckptstore.stores.base import store_errors
 from ckptstore.stores.multipart import Found, MultipartStore
-from ckptstore.stores.transfers import READ_TIMEOUT_S, SIGNED_FOR_S, Transfers, UploadPart, proxy_of
+from ckptstore.stores.transfers import (
+    READ_TIMEOUT_S,
+    SIGNED_FOR_S,
+    Addressed,
+    PartEntry,
+    Transfers,
+    UploadPart,
+    proxy_of,
+)
 
 try:
     from isal.isal_zlib import crc32
@@ -45,7 +53,7 @@ class S3Transfers(Transfers):
             logger.info("s3fs makes all transfers, which is slower: a proxy is set, or certificates are not verified")
 
     @override
-    def _readable(self, path: str) -> tuple[str, dict[str, str]]:
+    def _readable(self, path: str) -> Addressed:
         return self.fs.url(path, expires=SIGNED_FOR_S), {}
 
     @override
@@ -54,23 +62,21 @@ class S3Transfers(Transfers):
         return str(self.call("create_multipart_upload", path, **checksum)["UploadId"])
 
     @override
-    def put_part(
-        self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float
-    ) -> dict[str, Any]:
+    def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float) -> PartEntry:
         parameters: dict[str, Any] = {"UploadId": upload, "PartNumber": part.number}
         headers = {"Content-Length": str(len(part))}
         crc = crc32_of(part) if self._checksums else ""
         if crc:
             parameters["ChecksumCRC32"] = headers[_CHECKSUM] = crc
 
-        def put() -> dict[str, Any]:
+        def put() -> PartEntry:
             url = self.fs.url(path, expires=SIGNED_FOR_S, client_method="upload_part", **parameters)
             reply = self.ask("PUT", url, headers, part.pieces)
             done = {"PartNumber": part.number, "ETag": reply.headers["ETag"]}
             # A service that returns the checksum has verified it, and requires it again at completion.
             return {**done, "ChecksumCRC32": crc} if crc and reply.headers.get(_CHECKSUM) == crc else done
 
-        def put_by_s3fs() -> dict[str, Any]:
+        def put_by_s3fs() -> PartEntry:
             reply = self.call("upload_part", path, Body=b"".join(part.pieces), **parameters)
             fields = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
             return {"PartNumber": part.number, **fields}
@@ -78,7 +84,7 @@ class S3Transfers(Transfers):
         return self.sent(put, put_by_s3fs, stop, retry_s)
 
     @override
-    def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
+    def complete(self, path: str, upload: str, parts: list[PartEntry]) -> None:
         self.call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
 
     @override

@@ -45,6 +45,10 @@ _TRANSIENT_CODES = ("BadDigest", "IncompleteBody", "Md5Mismatch", "RequestTimeou
 _FULL_CODES = ("XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded")
 
 _T = TypeVar("_T")
+Addressed = tuple[str, dict[str, str]]
+"""The URL of a request, or the query of one, and its headers."""
+PartEntry = dict[str, Any]
+"""What `Transfers.complete` needs of a part: its PartNumber, ETag, and a checksum if the service asks for it again."""
 
 
 class TransferFailed(OSError):
@@ -108,7 +112,7 @@ class Transfers(ABC):
         self._connections = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
 
     @abstractmethod
-    def _readable(self, path: str) -> tuple[str, dict[str, str]]:
+    def _readable(self, path: str) -> Addressed:
         """URL and headers of a GET."""
 
     @abstractmethod
@@ -116,16 +120,14 @@ class Transfers(ABC):
         """Start an upload; returns its id."""
 
     @abstractmethod
-    def put_part(
-        self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float
-    ) -> dict[str, Any]:
-        """Upload a part; returns its entry for `complete`, with its PartNumber. stop: no more retries once it is set.
+    def put_part(self, path: str, upload: str, part: UploadPart, stop: threading.Event, retry_s: float) -> PartEntry:
+        """Upload a part; returns its entry for `complete`. stop: no more retries once it is set.
 
         retry_s: see `sent`.
         """
 
     @abstractmethod
-    def complete(self, path: str, upload: str, parts: list[dict[str, Any]]) -> None:
+    def complete(self, path: str, upload: str, parts: list[PartEntry]) -> None:
         """Join all parts into one object."""
 
     def abort(self, path: str, upload: str) -> None:  # noqa: B027 - Azure has no such request

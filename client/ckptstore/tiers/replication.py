@@ -13,7 +13,7 @@ then nothing of the local tier may be committed there any more. docs/decisions/0
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 
 import msgspec
 
@@ -61,6 +61,8 @@ _LOOK_S, _LONGEST_LOOK_S = 0.1, 2.0
 KEPT_S = 30 * 24 * 3600.0
 """How long an incomplete copy waits for its replicator: longer than outages, and the absence of an operator."""
 
+Generations = dict[int, Generation | None]
+"""By number; None: damaged."""
 Known = dict[Attempt, Checkpoint | None]
 """The checkpoints of decided attempts; None: aborted. An outcome never changes, so each is read once."""
 
@@ -214,13 +216,13 @@ def establish(local: Run, remote: Run, number: int) -> int:
             return max(newest, number)
 
 
-def seen_generation(local: Mapping[int, Generation | None], number: int) -> int:
+def seen_generation(local: Generations, number: int) -> int:
     """The newest generation of the remote store that was known in the local one when `number` was begun. Pure."""
     begun = (document for known, document in local.items() if document and known <= number)
     return max((document.extension(SEEN, int) or 0 for document in begun), default=0)
 
 
-def unseen(local: Mapping[int, Generation | None], remote: Mapping[int, Generation | None]) -> list[int]:
+def unseen(local: Generations, remote: Generations) -> list[int]:
     """The generations of the remote store that no trainer of the local one began. Pure."""
     sessions = {document.session for document in local.values() if document is not None}
     return sorted(number for number, document in remote.items() if document is None or document.session not in sessions)

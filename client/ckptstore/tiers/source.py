@@ -37,14 +37,14 @@ from ckptstore.commits.generations import Lineage, list_generations, read_genera
 from ckptstore.commits.hidden import hidden_attempts, without_hidden
 from ckptstore.commits.labels import with_labels
 from ckptstore.errors import CkptError, Damaged, NoCheckpoint, ObjectMissing, Unavailable
-from ckptstore.format.documents import Generation, digest
+from ckptstore.format.documents import digest
 from ckptstore.format.parsing import is_sealed
 from ckptstore.format.statistics import SideDocument
 from ckptstore.names import Attempt, Reference, checkpoint_id
 from ckptstore.reading.source import StoreSource
 from ckptstore.run import Run
 from ckptstore.stores import ObjectReader, Store
-from ckptstore.tiers.replication import seen_generation, unseen
+from ckptstore.tiers.replication import Generations, seen_generation, unseen
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ LOCAL, REMOTE = "local", "remote"
 _T = TypeVar("_T")
 _Seen = dict[Attempt, tuple[Collection[Attempt], Collection[Attempt]]]
 """The visible attempts of a store, each with all that are in quarantine, and all that are thinned, there."""
-_Generations = dict[int, Generation | None]
 _AWAY_S = 10.0
 _BOTH = "+"
 """Between the leases that a reader has in the two stores."""
@@ -61,9 +60,9 @@ _BOTH = "+"
 class TieredSource(StoreSource):
     """Reads from two stores. `store` is the remote one. For any thread."""
 
-    def __init__(self, local: Store, remote: Store, patient: Store | None = None) -> None:
+    def __init__(self, local: Store, remote: Store, patient: Store) -> None:
         """patient: the remote store again, with requests that are repeated: for what is not local."""
-        super().__init__(patient or remote)
+        super().__init__(patient)
         self.local = StoreSource(local)
         self._quick = StoreSource(remote)
         self._patient = StoreSource(self.store)
@@ -190,9 +189,9 @@ class TieredSource(StoreSource):
             if part := part_of_lease(lease, tier):
                 source.release_lease(run, part)
 
-    def _generations(self, run: str) -> tuple[_Generations, set[int]]:
+    def _generations(self, run: str) -> tuple[Generations, set[int]]:
         """The generations of both stores, the remote one's first; and those of which nothing more is replicated."""
-        local, remote = self._both(run, read_generations, _Generations())
+        local, remote = self._both(run, read_generations, Generations())
         newest = max(unseen(local, remote), default=0)
         return {**local, **remote}, {number for number in local if seen_generation(local, number) < newest}
 

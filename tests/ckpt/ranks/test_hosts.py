@@ -123,7 +123,7 @@ def test_more_lost_hosts_than_replicas_are_named(
         [local] = meet([tmp_path / "0"], [agent])
         before, now = Members(1, "", replicas, (agent, B, C)), Members(2, "", replicas, (agent,))
         remote = open_store(str(tmp_path / "remote"))
-        source = TieredSource(local, remote)
+        source = TieredSource(local, remote, remote)
         with caplog.at_level(logging.WARNING):
             check_lost(source, "run", now, before)
         assert ["2 of the 3 hosts" in message and "(b, c)" in message for message in caplog.messages] == [True] * (

@@ -364,7 +364,7 @@ def test_a_damaged_base_is_named_and_healed(store: Store, copy: Store, number: i
         assert {read.attempt or str(checkpoint.attempt) for read in damaged.damaged} >= {str(found[number].attempt)}
         assert len({*damaged.problems}) == 1
         assert checkpoint is found[number] or str(found[number].attempt) in damaged.problems[0]
-    healed = heal(run, verify(source, found[-1]), [copy])
+    healed = heal(run, verify(source, found[-1]), [copy], lambda _: None)
     assert healed == Healed((shard_key(found[number]),), ())
     assert store.get(shard_key(found[number])) == copy.get(shard_key(found[number]))
     assert all(verify(source, c).ok for c in found)

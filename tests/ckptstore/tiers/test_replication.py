@@ -307,7 +307,7 @@ def test_a_restore_takes_what_is_remote_once_another_trainer_has_begun_there(tie
     base, late = tiers.save(10, first), tiers.save(20, first)
     enqueue(tiers.local, base.attempt)
     tiers.replicate_all()
-    source = TieredSource(tiers.local.store, tiers.remote.store)
+    source = TieredSource(tiers.local.store, tiers.remote.store, tiers.remote.store)
     assert source.latest("gpt").step == 20
     tiers.begin(base, run=tiers.remote)  # elsewhere; it has committed nothing yet
     assert source.latest("gpt").step == latest(tiers.remote).step == 10
@@ -342,7 +342,7 @@ def test_a_local_tier_that_fails_does_not_hide_what_is_remote(tiers: Tiers) -> N
     tiers.replicate_all()
     for at in count():
         faults = Faults(at)
-        source = TieredSource(FaultyStore(tiers.local.store, faults), tiers.remote.store)
+        source = TieredSource(FaultyStore(tiers.local.store, faults), tiers.remote.store, tiers.remote.store)
         found = source.latest("gpt")
         assert found.id == one.id
         assert source.manifest_data(found) == tiers.local.store.get(tiers.local.keys.manifest(one.attempt))
