@@ -96,7 +96,7 @@ def measure(quick: bool) -> Report:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptd-bench-")))
         services = {
             "Google": Google(stack.enter_context(_google())),
-            "Azure": Azure(stack.enter_context(azurite.running_service(folder))),
+            "Azure": Azure(stack.enter_context(azurite.running_service(folder, in_memory=False))),
         }
         contestants: dict[str, Contestant] = {}
         for cloud, local in services.items():

@@ -31,12 +31,13 @@ def connection(endpoint: str) -> str:
 
 
 @contextmanager
-def running_service(folder: Path) -> Iterator[str]:
-    """A service with one empty container, in memory; yields its URL. Killed on exit."""
+def running_service(folder: Path, in_memory: bool = True) -> Iterator[str]:
+    """A service with one empty container, in memory or in the folder; yields its URL. Killed on exit."""
     program, port = binary(), free_port()
     assert program is not None, "no azurite-blob program: npm install -g azurite"
-    arguments = ["--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck", "--silent"]
-    with kept([program, "--blobPort", str(port), *arguments], folder, os.environ):
+    where = ["--inMemoryPersistence"] if in_memory else ["--location", str(folder)]
+    arguments = ["--disableTelemetry", "--skipApiVersionCheck", "--silent"]
+    with kept([program, "--blobPort", str(port), *where, *arguments], folder, os.environ):
         wait_until_ready("azurite", f"127.0.0.1:{port}", "/", http.client.BAD_REQUEST, folder / "log")
         url = f"http://127.0.0.1:{port}"
         fsspec.filesystem("abfs", connection_string=connection(url)).mkdir(BUCKET)  # type: ignore[no-untyped-call]
