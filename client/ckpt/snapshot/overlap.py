@@ -77,7 +77,7 @@ class _StorageHolds:
         self._wrapped: dict[str, tuple[Any, Any]] = {}
         """By name: the attribute of the class itself (None: it inherits one), and the wrapper."""
         self._pid = 0
-        """That of the process that copies."""
+        """The process that copies."""
 
     def add(self, hold: PendingCopy) -> None:
         with self._lock:
