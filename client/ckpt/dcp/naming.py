@@ -20,7 +20,7 @@ from ckptstore.names import Reference
 Path = tuple[str | int, ...]
 """Keys of dicts and indices of lists, outermost first; the first is the item."""
 CheckpointId = str | os.PathLike[str]
-"""What DCP calls a checkpoint: see `parse_checkpoint_id`."""
+"""The name that DCP has for a checkpoint: see `parse_checkpoint_id`."""
 
 _STEP = re.compile(r"(?:.*/)?(?:step[-_=]?)?([0-9]{1,12})/?")
 

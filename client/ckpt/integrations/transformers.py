@@ -62,7 +62,7 @@ class _CkptdTrainer(Trainer):
         self._keeper = Keeper(self._config, None)
         self._stages: StagedRestore | None = None
         self._folder = ""
-        """What the trainer reads in a resume before it calls the methods below; made for each training."""
+        """The files that the trainer reads in a resume before it calls the methods below; made for each training."""
         self._last_saved: int | None = None
         self._saved: Mapping[str, Any] = {}
 
@@ -94,7 +94,7 @@ class _CkptdTrainer(Trainer):
         return resume.removeprefix(SCHEME) if isinstance(resume, str) and resume.startswith(SCHEME) else None
 
     def _open(self, named: str) -> str | None:
-        """Begin a restore. Returns the folder; None if there is no checkpoint."""
+        """Begin a restore. Returns the folder; None without a checkpoint."""
         self._stages = self._checkpointer.restore_in_stages(checkpoint=named)
         restored = self._stages.extras(trainer=None)
         if restored is None:

@@ -24,7 +24,7 @@ class _Input(NamedTuple):
     kind: Any
     help: str
     extra: dict[str, str]
-    """What `about` adds. unit: of the text that is converted; empty otherwise."""
+    """Additions of `about`. unit: of the text that is converted; empty otherwise."""
     default: Any
 
     def convert(self, value: Any) -> Any:

@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 Addressed = tuple[str, dict[str, str]]
 """The URL of a request, or the query of one, and its headers."""
 PartEntry = dict[str, Any]
-"""What `Transfers.complete` needs of a part: its PartNumber, ETag, and a checksum if the service asks for it again."""
+"""A part as `Transfers.complete` needs it: PartNumber, ETag, and a checksum if the service asks for it again."""
 
 
 class TransferFailed(OSError):
