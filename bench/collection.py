@@ -101,7 +101,7 @@ def _kept(benches: Iterable[str], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _lines(bench: str, runs: Sequence[Mapping[str, Any] | None]) -> list[str]:
-    """A table row for all goals with the same reference and limit; one for all rows, if there are many."""
+    """A table row for all goals with the same reference and limit; one for many that are reached or have one limit."""
     goals = {_ratio(goal): goal for verdict in runs[::-1] if verdict for goal in verdict.get("goals", [])}
     if not goals:
         return [f"| {bench} | | | {' | '.join(_cell(verdict, []) for verdict in runs)} |"]
@@ -116,7 +116,7 @@ def _lines(bench: str, runs: Sequence[Mapping[str, Any] | None]) -> list[str]:
         cells = [_cell(verdict, ratios) for verdict in runs]
         lines.append([f"{names} / {vs}", f"{direction} {limit:.3g}", *cells])
     reached = all(goal["ok"] for verdict in runs if verdict for goal in verdict.get("goals", []))
-    if len(lines) > (2 if reached else 3):  # a row shows that as well
+    if len(lines) > 2 and (reached or len({limit for _, limit, *_ in lines}) == 1):  # a row shows that as well
         lines = [["; ".join(column) for column in zip(*lines, strict=True)]]
     return [f"| {' | '.join([bench, *line])} |" for line in lines]
 
