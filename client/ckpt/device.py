@@ -34,7 +34,7 @@ DIGEST_LAUNCHES = 4
 """The kernels that this takes for each leaf."""
 _WEIGHT = 0x1E3779B97F4A7C15
 _SPANNED_BYTES, _ROWS = 1 << 32, 32
-"""Torch has other kernels for smaller matrices. One kernel is loaded once: see Stager.rehearse."""
+"""Torch has other kernels for smaller matrices. One kernel is loaded once: see Stager.warm_up."""
 
 
 Addresses = npt.NDArray[np.int64]

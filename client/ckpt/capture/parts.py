@@ -286,7 +286,7 @@ def drop_cached(tensor: torch.Tensor) -> None:
 
 
 def kind_of(value: object) -> str:
-    """The type of a value for messages: that of a DTensor includes that of its local tensor."""
+    """The type of a value for messages. A DTensor's names its local tensor's, too."""
     local = type(value._local_tensor).__name__ if isinstance(value, DTensor) else ""
     return type(value).__name__ + (f" over {local}" if local not in ("", "Tensor") else "")
 

@@ -166,7 +166,7 @@ class _Exchange:
                 reading += islice(begun, max(0, _AHEAD + len(own) - len(reading)))
                 stored = {stretch: reading.popleft().result() for stretch in own}
                 received = self._pass_on(one, stored)
-                list(placing)  # waits for those of the round before
+                list(placing)  # waits for the round before
                 placing = decoders.map(self._place, received)
             list(placing)
         if self._error is not None:

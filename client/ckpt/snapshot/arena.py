@@ -87,12 +87,12 @@ class Arena:
         if wait and gpu is not None:
             self.join()
 
-    def rehearse(self, leaves: Leaves) -> None:
+    def warm_up(self, leaves: Leaves) -> None:
         """Copy leaves of GPUs into a slot, if one is idle, so that the first save waits for no kernel to be loaded."""
         with self._changed:
             slot = next(iter(self._idle.values()), None)
         if slot is not None:
-            slot.stager.rehearse(leaves)
+            slot.stager.warm_up(leaves)
 
     def acquire(self, num_bytes: int) -> ArenaSlot | None:
         """An idle slot of at least `num_bytes`, now in use. None if all are in use; then wait for `released`.

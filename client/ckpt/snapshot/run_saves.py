@@ -301,7 +301,7 @@ class RunSaves:
         self._gate(state)  # before the first step, so that its hooks are in place
         captured, num_bytes = self.agreement.estimate(state)
         client.calls.run(client.arena.expect, num_bytes + extra, captured.leaves.gpu, True)
-        client.calls.run(client.arena.rehearse, captured.leaves)
+        client.calls.run(client.arena.warm_up, captured.leaves)
 
     def save(
         self,

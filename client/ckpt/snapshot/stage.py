@@ -382,7 +382,7 @@ class Stager:
         SnapshotTorn."""
         self.complete(self.begin(leaves, layout, None, sameness, Watch()), leaves)
 
-    def rehearse(self, leaves: Leaves) -> None:
+    def warm_up(self, leaves: Leaves) -> None:
         """Copy the leaves of devices once, as a save beside training does. A driver loads each kernel at its first
         launch, and waits for the whole device then: training would wait for that in its first save."""
         if not (there := [i for i, tensor in enumerate(leaves.tensors) if has_device(tensor)]):

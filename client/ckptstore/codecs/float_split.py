@@ -58,7 +58,7 @@ def _encode(
     tail = words[whole:].view(np.uint8)
     seen(tail.data)
     if extremes is not None and len(tail):
-        loops.find_extremes(words[whole:], extremes)
+        passes.find_extremes(words[whole:], extremes)
     end = writer.at + len(tail)
     out[writer.at : end] = tail
     return out[:end].data

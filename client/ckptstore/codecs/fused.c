@@ -1,13 +1,14 @@
 /* The loops of float-split, compiled: each reads and writes every word of a block once. passes.py has the same loops in
- * numpy, and explains what they do; docs/explanation/format.md has the layout. And what is done with the bytes of a
- * chunk while they are in the cache: read, hashed, searched for extremes. No function allocates memory or checks sizes:
- * fused.py does. The compiler vectorizes the loops, for several generations of processors where it can.
+ * numpy, and explains what they do; docs/explanation/format.md has the layout. Two more functions read, hash
+ * and search a chunk while its bytes are in the cache. No function allocates memory or checks sizes: fused.py does. The
+ * compiler vectorizes the loops, for several generations of processors where it can.
  */
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <unistd.h>
-#ifdef __x86_64__
+#if defined(__x86_64__) && !defined(ANY_PROCESSOR)
+#define MAY_HAVE_AVX2
 #include <immintrin.h>
 #endif
 
@@ -266,7 +267,7 @@ static uint32_t equal_lanes(const u16 *lanes, size_t count) {
 }
 
 /* The extremes of a block that is not split. */
-void ckpt_survey(const void *words, int wide, size_t count, struct found *found) {
+static void survey(const void *words, int wide, size_t count, struct found *found) {
     if (wide)
         survey_wide(words, count, 0, found);
     else
@@ -334,8 +335,8 @@ int ckpt_join(void *words, int wide, size_t count, int top_bytes, unsigned base,
 }
 
 /* XXH3 of 128 bits, for more than 240 bytes in one place: doc/xxhash_spec.md of https://github.com/Cyan4973/xxHash. A
- * block is 16 stripes of 64 bytes, one after each word of the secret. What the words of a stripe add to the neighbours
- * of their lanes is summed apart, so that no lane needs another one within a block. */
+ * block is 16 stripes of 64 bytes, each with the secret from another word on. With AVX2 the words that belong to the
+ * neighbouring lanes are summed separately, so that no lane needs another one within a block. */
 enum { STRIPE = 64, STRIPES = 16, HASHED = STRIPE * STRIPES, HASHED_LEAST = 241, READ_AT_ONCE = 1 << 18 };
 
 static const uint64_t PRIME32[] = {0, 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
@@ -357,7 +358,7 @@ static const uint8_t SECRET[192] = {
 
 struct hash {
     uint64_t lanes[8];
-    size_t blocks; /* that are added */
+    size_t blocks; /* already added */
 };
 
 INLINE uint64_t load(const uint8_t *from) {
@@ -375,7 +376,7 @@ static void add_any(uint64_t *restrict lanes, const uint8_t *restrict data, size
         }
 }
 
-#ifdef __x86_64__
+#ifdef MAY_HAVE_AVX2
 __attribute__((target("avx2"))) static void add_avx2(uint64_t *restrict lanes, const uint8_t *restrict data,
                                                      size_t stripes, const uint8_t *secret) {
     for (int half = 0; half < 8; half += 4) {
@@ -393,7 +394,7 @@ __attribute__((target("avx2"))) static void add_avx2(uint64_t *restrict lanes, c
 #endif
 
 INLINE void add_stripes(uint64_t *lanes, const uint8_t *data, size_t stripes, const uint8_t *secret) {
-#ifdef __x86_64__
+#ifdef MAY_HAVE_AVX2
     if (__builtin_cpu_supports("avx2")) {
         add_avx2(lanes, data, stripes, secret);
         return;
@@ -452,7 +453,7 @@ void ckpt_scan(const uint8_t *data, int wide, size_t count, size_t block, struct
     for (size_t at = 0; at < count; at += block) {
         const size_t number = MIN(block, count - at);
         add_blocks(&hash, data, (at + number) * item);
-        ckpt_survey(data + at * item, wide, number, found);
+        survey(data + at * item, wide, number, found);
         all.most = found->most > all.most ? found->most : all.most;
         all.top = found->top > all.top ? found->top : all.top;
         all.least = found->least < all.least ? found->least : all.least;

@@ -24,7 +24,7 @@ LIBRARY = Path(__file__).with_name("libfused.so.1")  # Python imports no module 
 SOURCE = LIBRARY.with_name("fused.c")
 
 _HASHED_LEAST = 241
-"""Fewer bytes are hashed in another way."""
+"""XXH3 has other algorithms for fewer bytes."""
 _GROUP_WORDS, _STRETCH = 8, 128
 """Words that count as one escape, and words that are searched at once: they bound the number of places written."""
 
@@ -48,8 +48,6 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     address: Any
     address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     block: list[Any] = [address, number, size, number, ctypes.c_uint]
-    library.ckpt_survey.argtypes = [address, number, size, address]
-    library.ckpt_survey.restype = None
     library.ckpt_split.argtypes = [*block, *[address] * 7]
     library.ckpt_split.restype = ctypes.c_long
     library.ckpt_join.argtypes = [*block, number, address, number, *[address] * 4, size]
@@ -113,13 +111,6 @@ def split(words: Plane, half_precision: bool, base: int, low: Plane, rest: Plane
     )  # fmt: skip
 
 
-def find_extremes(words: Plane, extremes: Extremes) -> None:
-    """As in passes.py."""
-    found = _scratch.found
-    _library.ckpt_survey(_address(words), words.itemsize == 4, len(words), ctypes.addressof(found))
-    extremes.add(found.unsigned, found.signed, found.smallest)
-
-
 def scan(words: Plane, extremes: Extremes) -> str:
     """As in passes.py."""
     if words.nbytes < _HASHED_LEAST:
@@ -135,7 +126,7 @@ def scan(words: Plane, extremes: Extremes) -> str:
 def read(fd: int, offset: int, into: memoryview) -> tuple[int, str] | None:
     """Read from a file: the number of bytes, which is smaller at its end, and their xxh3-128 if it is not.
 
-    None: it cannot be done here. Raises OSError.
+    None: there is no library, or the range is too short. Raises OSError.
     """
     if not IS_BUILT or len(into) < _HASHED_LEAST:
         return None

@@ -276,7 +276,7 @@ class CachedPages:
 
     def __init__(self, fd: int) -> None:
         self._mapped: mmap.mmap | None = None
-        with suppress(OSError, ValueError):  # the file is empty
+        with suppress(OSError, ValueError):  # the file is empty, or cannot be mapped
             self._mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
 
     def have(self, offset: int, num_bytes: int) -> bool:

@@ -190,6 +190,17 @@ def test_chunks_of_any_size_are_scanned_alike(dtype: str, size: int) -> None:
     assert found[0] == found[1]
 
 
+def test_the_code_for_other_processors_hashes_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path / "libfused.so.1"
+    subprocess.run([compiler, "-O1", "-DANY_PROCESSOR", "-shared", "-fPIC", "-o", library, fused.SOURCE], check=True)
+    monkeypatch.setattr(fused, "_library", fused.load(library))
+    for size in (*range(122, 200), *range(500, 1100), 8192, 70_001):
+        words = np.frombuffer(_DATA, np.uint16, size)
+        assert fused.scan(words, Extremes("bfloat16")) == digest(words.data)
+
+
 def test_a_library_that_is_absent_broken_or_without_one_of_the_functions_is_not_used(tmp_path: Path) -> None:
     library, source = tmp_path / "libfused.so.1", tmp_path / "other.c"
     assert fused.load(library) is None
@@ -197,7 +208,7 @@ def test_a_library_that_is_absent_broken_or_without_one_of_the_functions_is_not_
     assert fused.load(library) is None
     if (compiler := shutil.which("cc")) is None:
         pytest.skip("needs a C compiler")
-    source.write_text("void ckpt_survey(void) {} void ckpt_split(void) {}")
+    source.write_text("void ckpt_scan(void) {} void ckpt_split(void) {}")
     other = tmp_path / "other.so.1"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", other, source], check=True)
     assert fused.load(other) is None
