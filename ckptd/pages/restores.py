@@ -14,7 +14,7 @@ _COLUMNS = 40
 _MAX_CELLS = 640
 _ROWS_SHOWN = 64
 _ORDER = (Phase.FAILED, *(phase for phase in Phase if phase is not Phase.FAILED))
-"""The least advanced first."""
+"""Phases, the least advanced first."""
 ABSENT = "absent"
 """The kind of a rank that has not joined."""
 

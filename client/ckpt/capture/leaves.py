@@ -27,7 +27,7 @@ class SmallReads(Struct):
     """The reads of one save. The training thread begins them; any thread finishes them."""
 
     _begun: list[tuple[Mark, torch.Tensor]] = []
-    """With the tensors that they read, which are kept until then."""
+    """The end of each read, and its tensor, which is kept until then."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Host memory that has the elements of a tensor after `finish`. The tensor may change at once."""

@@ -77,7 +77,7 @@ class _StorageHolds:
         self._wrapped: dict[str, tuple[Any, Any]] = {}
         """By name: the attribute of the class itself (None: it inherits one), and the wrapper."""
         self._pid = 0
-        """The process that copies."""
+        """The id of the process that copies."""
 
     def add(self, hold: PendingCopy) -> None:
         with self._lock:
@@ -412,7 +412,7 @@ class Overlap:
             self._wait(optimizer, pending)
 
     def _wait(self, optimizer: Optimizer, pending: PendingCopy) -> None:
-        """Wait for the copy of what an optimizer is about to change."""
+        """Wait until the leaves that an optimizer is about to change are copied."""
         parts, started = self._gate.waits(optimizer, pending.transfer.progress), time.perf_counter()
         if not pending.transfer.on_devices and pending.passed.issuperset(parts):
             return

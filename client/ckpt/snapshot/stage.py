@@ -320,7 +320,7 @@ class _CopyPlan(Struct):
     gathered: list[RawMemory] = []
     """Small memory, which is copied into one buffer now, and from there to its places later."""
     runs: list[Move] = []
-    """From there: the address to copy from is an offset in the buffer."""
+    """Copies from that buffer; the address to copy from is an offset in it."""
     copied: list[tuple[torch.Tensor, int]] = []
     """Places and indexes of leaves in host memory whose bytes are not their elements in order."""
     later: list[Move] = []

@@ -32,7 +32,7 @@ _PARTS_OF_ONE_SIZE = 1_000
 
 _T = TypeVar("_T")
 _Errors = Callable[[], AbstractContextManager[None]]
-"""Translates those of an object."""
+"""Translates the errors of requests for one object."""
 Found = Iterator[tuple[str, Any]]
 """Names in a bucket, and size and time of what is there: None for a folder."""
 

@@ -143,4 +143,4 @@ def test_later_saves_of_a_layout_read_no_digests(training: Training, tmp_path: P
             training.step()
             handle.result(PATIENCE_S)
             counts.append(0)
-    assert counts == [8, 8, 0, 0, 10 + 8, 8, 0]  # prepare reads those of all leaves
+    assert counts == [8, 8, 0, 0, 10 + 8, 8, 0]  # prepare reads all leaves
