@@ -102,26 +102,29 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with self.server.lock:
+            self._decide(body)
+        self._write(*self._reply)  # requests are sent beside each other, as slowly as their clients receive
+
+    do_GET = do_POST = do_PUT = do_DELETE = _answer  # noqa: N815 - the names that http.server calls
+
+    def _decide(self, body: bytes) -> None:
         url = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         found = re.fullmatch(r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+))?)?", url.path)
         if found is None:
             bucket, _, name = unquote(url.path.removeprefix("/")).partition("/")
             options = {name: values[-1] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
-            with self.server.lock:
-                return self._xml(bucket, name, options, body)
+            return self._xml(bucket, name, options, body)
         if unquote(found[2]) == ZONAL:
             return self._send(400, {"error": {"code": 400, "message": "Objects of a zonal bucket are appendable."}})
         if unquote(found[2]) != BUCKET:
             return self._send(404, {"error": {"code": 404, "message": "The specified bucket does not exist."}})
-        with self.server.lock:
-            if found[1] == "/upload":
-                return self._upload(query, body)
-            if found[3] is not None:
-                return self._object(unquote(found[3]), media=query.get("alt") == "media")
-            return self._list(query) if url.path.endswith("/o") else self._send(200, {"name": BUCKET})
-
-    do_GET = do_POST = do_PUT = do_DELETE = _answer  # noqa: N815 - the names that http.server calls
+        if found[1] == "/upload":
+            return self._upload(query, body)
+        if found[3] is not None:
+            return self._object(unquote(found[3]), media=query.get("alt") == "media")
+        return self._list(query) if url.path.endswith("/o") else self._send(200, {"name": BUCKET})
 
     def _object(self, name: str, media: bool) -> None:
         found = self.server.objects.get(name)
@@ -140,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         if begin >= len(found.data):
             return self._send(416, {"error": {"code": 416, "message": "Request range not satisfiable"}})
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(found.data)}"
-        return self._send(206, found.data[begin:end], headers)
+        return self._send(206, memoryview(found.data)[begin:end], headers)
 
     def _xml(self, bucket: str, name: str, query: dict[str, str], body: bytes) -> None:
         upload = self.server.multiparts.get(query.get("uploadId", ""))
@@ -277,9 +280,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(412, {"error": {"code": 412, "message": message}})
 
     def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._reply = status, body, headers or {}
+
+    def _write(self, status: int, body: Any, headers: dict[str, str]) -> None:
+        data = b"" if body is None else body if isinstance(body, (bytes, memoryview)) else json.dumps(body).encode()
         self.send_response_only(status)
-        for name, value in (headers or {}).items():
+        for name, value in headers.items():
             self.send_header(name, value)
         if body is not None:
             self.send_header("Content-Length", str(len(data)))
