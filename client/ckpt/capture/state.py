@@ -7,6 +7,7 @@ for memory of the same layout, shared in the same way.
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -14,6 +15,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from msgspec.structs import replace
@@ -31,6 +34,7 @@ from ckpt.capture.parts import is_plain_type
 from ckpt.capture.tensors import TensorCollector, dtype_name, small_leaf
 from ckpt.capture.train_state import GRADIENTS, MODEL, TrainState
 from ckpt.capture.values import capture_values
+from ckptstore.codecs.fused import layouts
 from ckptstore.errors import InvalidRequest
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
@@ -119,8 +123,24 @@ _METHODS = frozenset(("state_dict", "_save_to_state_dict", "get_extra_state", "n
 _NEEDS_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _is_custom = cache(lambda kind: any(getattr(kind, name) is not getattr(nn.Module, name) for name in _METHODS))
 _DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-_LAYOUT: tuple[Any, ...] = (torch.Tensor.data_ptr, torch.Tensor.shape.__get__, torch.Tensor.is_neg)  # type: ignore[attr-defined]
-"""Beside types and strides. No two devices share addresses."""
+_LAYOUT: tuple[Any, ...] = (torch.Tensor.data_ptr, torch.Tensor.shape.__get__, torch.Tensor.stride, _DTYPE)  # type: ignore[attr-defined]
+"""What tells where elements lie. No two devices share addresses."""
+_EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+"""Describes tensors to compiled code; torch 2.6 has none."""
+_COMPLEX = 1 << 5
+"""The bit of complex numbers among the kinds of types: kDLComplex."""
+
+
+def _ids(objects: Collection[object]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(id, objects), np.int64, len(objects))
+
+
+@cache
+def exchange() -> int:
+    """The address of torch's DLPackExchangeAPI; 0: it has none."""
+    address: Any = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return (_EXCHANGE and address(_EXCHANGE, b"dlpack_exchange_api")) or 0
 
 
 class StateFingerprint:
@@ -138,20 +158,22 @@ class StateFingerprint:
             sharded = [one for one in self.tensors if isinstance(one, DTensor)]
             self.marks.append([(one.shape, one.device_mesh, one.placements) for one in sharded])
             self.complete &= all(map(is_plain_type, sharded))  # wrappers have no address
-        self.marks.append(list(map(id, self.tensors)))
+        self.marks.append(_ids(self.tensors).tobytes())
         try:
             self._add_layouts()
-        except RuntimeError:  # a sparse tensor has neither an address nor strides
+        except (RuntimeError, BufferError):  # a sparse tensor has neither an address nor strides
             self.complete = False
 
     def _add_layouts(self) -> None:
-        """The memory of each tensor, and how its elements lie there: in order, or else by strides."""
-        self.marks += [list(map(mark, self.locals)) for mark in _LAYOUT]
-        in_order, dtypes = list(map(torch.Tensor.is_contiguous, self.locals)), list(map(_DTYPE, self.locals))
-        self.marks += [in_order, dtypes]
-        if not all(in_order):
-            self.marks.append([one.stride() for one, simple in zip(self.locals, in_order, strict=True) if not simple])
-        if any(dtype.is_complex for dtype in set(dtypes)):
+        """The memory of each tensor, and how its elements lie there."""
+        if exchange() and (found := layouts(exchange(), _ids(self.locals))) is not None:
+            self.marks.append(found[0])
+            is_complex = found[1] & _COMPLEX
+        else:
+            self.marks += [list(map(mark, self.locals)) for mark in _LAYOUT]
+            is_complex = any(dtype.is_complex for dtype in set(map(_DTYPE, self.locals)))
+        self.marks.append(list(map(torch.Tensor.is_neg, self.locals)))  # also of real parts of complex numbers
+        if is_complex:
             self.marks.append(list(map(torch.Tensor.is_conj, self.locals)))
 
     def _add_module(self, chunk: nn.Module) -> bool:
@@ -159,7 +181,7 @@ class StateFingerprint:
         for module in found:
             found += [child for child in module._modules.values() if child is not None]
         children, parameters, buffers, hidden, hooks = zip(*map(_MODULE, found), strict=True)
-        below = list(map(id, chain.from_iterable(held.values() for held in children)))
+        below = _ids(list(chain.from_iterable(held.values() for held in children))).tobytes()
         names = list(map(len, children)), list(chain.from_iterable(children))
         root = type(found[0]) is not nn.ModuleDict and id(found[0])  # a mapping of models is a new one at each call
         self.marks += [root, below, names, [(n, frozenset(held)) for n, held in enumerate(hidden) if held]]
@@ -175,8 +197,8 @@ class StateFingerprint:
     def _add_optimizer(self, optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups:
             names = list(group.get("param_names") or ())
-            self.marks += [list(map(id, group["params"])), names, bool(group.get("capturable"))]
-        self.marks += [id(optimizer), list(map(id, optimizer.state))]
+            self.marks += [_ids(group["params"]).tobytes(), names, bool(group.get("capturable"))]
+        self.marks += [id(optimizer), _ids(optimizer.state).tobytes()]
         own = type(optimizer).state_dict is not Optimizer.state_dict or optimizers.state_holder(optimizer) != optimizer
         own |= bool(optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks)
         return not own and set(map(type, optimizer.state.values())) <= {dict} and self._add(optimizer.state.values())

@@ -176,6 +176,12 @@ class SaveClient:
             self._steps.announce(writer)
         return writer
 
+    def begin(self) -> None:
+        """A save begins: start a writer if the last one has died, so that saves work again after the error, which this
+        raises; see `raise_failure`."""
+        self.start()
+        self.raise_failure(False)
+
     def raise_failure(self, of_other_ranks: bool = True) -> None:
         """Raise the death of a saver, or the error of an earlier save that was not read yet. Logs all further ones.
 

@@ -27,7 +27,7 @@ from typing import TypeAlias
 from ckpt.device import Device, Mark, Patience
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
-from ckpt.snapshot.guard import DeviceGuard, Move, Part, SamplePlaces, Watch, is_in_order, move_all
+from ckpt.snapshot.guard import DeviceGuard, Move, Part, SamplePlaces, Watch, as_moves, is_in_order, move_all
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class GatheredLeaves:
     def place(self) -> None:
         """Move what lies together to its places. For any thread."""
         with self._lock:
-            move_all(self._moves)
+            move_all(as_moves(self._moves))
             self._moves, self._kept = [], []
 
 

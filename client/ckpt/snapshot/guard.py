@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from ckpt.capture.leaves import Leaves
 from ckpt.device import DIGEST_LAUNCHES, Addresses, Device, digests, rows
 from ckpt.host.segment import Segment
 from ckpt.lazily import torch
+from ckptstore.codecs import fused
 from ckptstore.errors import SnapshotTorn
 from ckptstore.format.columns import distinct
 from ckptstore.format.shards import Placed, Slice
@@ -134,7 +136,8 @@ class ChangeGuard(_AnyGuard):
         # The counter of a DTensor and that of its local tensor are incremented by different changes.
         self._version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
         self._counters = list(map(self._version, leaves.tensors))
-        self._origin_counters = list(map(self._version, leaves.origins))
+        alike = all(map(is_, leaves.tensors, leaves.origins))
+        self._origin_counters = self._counters if alike else list(map(self._version, leaves.origins))
         self._bytes = [sample.read() for sample in self._samples]
 
     def copied(self, index: int, address: int, num_bytes: int) -> bool:
@@ -199,28 +202,48 @@ def memory_at(address: int, num_bytes: int) -> RawMemory:
 
 Move = tuple[int, int, int]
 """Address to copy to, address to copy from, and number of bytes."""
+Moves = npt.NDArray[np.int64]
+"""A row for each."""
 
 
-def move_all(moves: Iterable[Move]) -> None:
+def as_moves(moves: Sequence[Move]) -> Moves:
+    """As an array."""
+    return np.array(moves, np.int64).reshape(-1, 3)
+
+
+NOTHING = as_moves([])
+
+
+def move_all(moves: Moves) -> None:
     """Copy memory."""
     # torch copies with all of its threads and waits for the slowest: several times slower than one
-    # thread as soon as a core is busy, for example with the saver. memmove releases the GIL.
-    for to, source, size in moves:
-        ctypes.memmove(to, source, size)
+    # thread as soon as a core is busy, for example with the saver. This releases the GIL.
+    if not fused.move(moves):
+        for to, source, size in moves.tolist():
+            ctypes.memmove(to, source, size)
+
+
+def differing(moves: Moves, whole: bool) -> list[int]:
+    """The numbers of copies whose memory differs from them; see `differ`."""
+    found = fused.differ(moves, 0 if whole else _COMPARED_PLACES, _COMPARED_BYTES)
+    if found is not None:
+        return found
+    return [i for i, (to, source, size) in enumerate(moves.tolist()) if differ(to, source, size, whole)]
 
 
 WHOLE_BYTES = 32 << 20
 """All bytes of a snapshot up to this size are compared with the state: that takes less than 5 ms."""
-_COMPARED_BYTES = 1 << 10
+_COMPARED_PLACES, _COMPARED_BYTES = 4, 1 << 10
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def differ(copy: int, memory: int, num_bytes: int, whole: bool) -> bool:
     """Whether memory differs from its copy, by address. whole: compare all bytes, not some at four places."""
-    if whole or num_bytes <= 4 * _COMPARED_BYTES:
+    if whole or num_bytes <= _COMPARED_PLACES * _COMPARED_BYTES:
         return bool(_compare(copy, memory, num_bytes))
-    places = range(0, num_bytes - _COMPARED_BYTES + 1, (num_bytes - _COMPARED_BYTES) // 3)
+    last = num_bytes - _COMPARED_BYTES
+    places = range(0, last + 1, last // (_COMPARED_PLACES - 1))
     return any(_compare(copy + at, memory + at, _COMPARED_BYTES) for at in places)
 
 

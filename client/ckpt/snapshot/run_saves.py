@@ -327,8 +327,7 @@ class RunSaves:
         if self.newest is None:
             self.steps.trackers = trackers()  # MLflow knows the run of a thread
         with client.declining(attempt):
-            client.calls.run(client.start)  # replaces one that died, so that saves work again after the error
-            client.calls.run(client.raise_failure, False)
+            client.calls.run(client.begin)
             self.session.check(step, repeat_step)
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
                 self.session.supersede(unreplicable)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, field
 
 from ckpt.capture.leaves import Change, Leaves
@@ -25,19 +27,20 @@ from ckpt.snapshot.guard import (
     EVERYONE,
     FROZEN_BYTES,
     LET_NOTHING_WRITE,
+    NOTHING,
     WHOLE_BYTES,
     CopyProgress,
     Guard,
     Move,
+    Moves,
     Part,
-    RawMemory,
     Sample,
     SamplePlaces,
     Watch,
-    differ,
+    as_moves,
     differ_by_element,
+    differing,
     is_in_order,
-    memory_at,
     move_all,
     sample,
     sample_places,
@@ -57,7 +60,7 @@ class Transfer:
     """
 
     def __init__(self, plan: _CopyPlan, leaves: Leaves, pinned: bool, watch: Watch) -> None:
-        """Copies small memory that cannot wait. pinned: whether the slot is page-locked."""
+        """pinned: whether the slot is page-locked."""
         self._plan = plan
         self.frozen = plan.frozen
         """The copies in the slot of large leaves that are expected not to change."""
@@ -72,7 +75,6 @@ class Transfer:
         """Indexes of the deferred leaves by part."""
         self.progress = CopyProgress(self.parts)
         """Which parts are copied: host memory is, and the copies of devices are queued."""
-        self._gathered = b"".join(plan.gathered)
         first = len(plan.later)
         self._spread = [tensor.detach() for tensor in self.later.tensors[first : first + len(plan.views)]]
         """The tensors copied to the plan's `views`. Detached, because a parameter may get other memory meanwhile."""
@@ -121,13 +123,9 @@ class Transfer:
 
     def check(self, leaves: Leaves) -> None:
         """Raise SnapshotTorn if host memory that was copied at the call has changed since. leaves: all."""
-        plan, at = self._plan, _address(self._gathered)
-        gathered = () if b"".join(plan.gathered) == self._gathered else plan.gathered_at
-        moves = chain(plan.now, ((at + to, source, size) for to, source, size in gathered))
-        changed = {source for copy, source, size in moves if differ(copy, source, size, plan.whole)}
-        found = [i for view, i in plan.copied if differ_by_element(view, leaves.tensors[i], plan.whole)]
-        if changed:
-            found += [i for i, tensor in enumerate(leaves.tensors) if tensor.data_ptr() in changed]
+        plan = self._plan
+        found = [plan.moved[number] for number in differing(plan.now, plan.whole)]
+        found += [i for view, i in plan.copied if differ_by_element(view, leaves.tensors[i], plan.whole)]
         if found:
             raise torn_error(
                 [leaves.slices[i].entry for i in found],
@@ -148,8 +146,7 @@ class Transfer:
 
     def _copy_host_memory(self, guard: Guard) -> dict[Part, None]:
         """Returns the parts of which devices copy leaves."""
-        begin = _address(self._gathered)
-        move_all((to, begin + at, size) for to, at, size in self._plan.runs)
+        move_all(self._plan.spread)
         left = {part: deque(indexes) for part, indexes in self._plan.on_host.items()}
         devices = {part for found in self._plan.devices.values() for part in found.later}
         while left:
@@ -217,16 +214,11 @@ class Transfer:
 
     def release(self) -> None:
         """Release the tensors. Call it after `finish`."""
-        self.later, self.storages, self._spread, self._gathered, self._devices = Leaves(), [], [], b"", {}
-
-
-def _address(data: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+        self.later, self.storages, self._spread, self._devices = Leaves(), [], [], {}
 
 
 Later: TypeAlias = "Callable[[Slice, torch.Tensor, Change], Part | None]"
 """The part of a leaf whose copy is deferred; None: it is not."""
-
 _GATHERED_BYTES = 16 << 10
 _ALL_GATHERED_BYTES = 4 << 20
 
@@ -316,11 +308,12 @@ class _CopyPlan(Struct):
     """How to copy leaves, valid while their sameness is equal: addresses, and indexes of leaves."""
 
     sameness: object | None
-    now: list[Move] = []
-    gathered: list[RawMemory] = []
-    """Small memory, which is copied into one buffer now, and from there to its places later."""
-    runs: list[Move] = []
-    """Copies from that buffer; the address to copy from is an offset in it."""
+    now: Moves = NOTHING
+    moved: list[int] = []
+    """Indexes of the leaves of `now`."""
+    gathered: npt.NDArray[np.uint8] | None = None
+    """Small memory, which lies together now, and is copied to its places later: they are in no cache."""
+    spread: Moves = NOTHING
     copied: list[tuple[torch.Tensor, int]] = []
     """Places and indexes of leaves in host memory whose bytes are not their elements in order."""
     later: list[Move] = []
@@ -333,26 +326,17 @@ class _CopyPlan(Struct):
     devices: dict[torch.device, _DeviceLeaves] = {}
     frozen: list[Placed] = []
     """The places of large leaves that are expected not to change."""
-    gathered_at: list[Move] = []
-    """As `gathered`: offset in the buffer, address and size."""
     whole: bool = False
     """All bytes are compared after the copy, not samples."""
 
     def gather(self) -> None:
-        """Move small copies from `now` to `gathered`, up to a total of _ALL_GATHERED_BYTES."""
-        now, self.now, at = self.now, [], 0
-        for to, source, size in now:
-            if size > _GATHERED_BYTES or at + size > _ALL_GATHERED_BYTES:
-                self.now.append((to, source, size))
-                continue
-            self.gathered.append(memory_at(source, size))
-            self.gathered_at.append((at, source, size))
-            if self.runs and to == self.runs[-1][0] + self.runs[-1][2]:
-                begin, first, before = self.runs[-1]
-                self.runs[-1] = (begin, first, before + size)
-            else:
-                self.runs.append((to, at, size))
-            at += size
+        """Gather what is small among `now`."""
+        sizes = self.now[:, 2]
+        small = sizes <= _GATHERED_BYTES
+        ends = np.cumsum(sizes * small)
+        small &= ends <= _ALL_GATHERED_BYTES
+        self.gathered, self.spread = np.empty(sizes[small].sum(), np.uint8), self.now[small]
+        self.spread[:, 1] = self.now[small, 0] = self.gathered.ctypes.data + (ends - sizes)[small]
 
 
 class Stager:
@@ -431,7 +415,7 @@ class Stager:
     ) -> _CopyPlan:
         plan = _CopyPlan(sameness, whole=layout.num_bytes <= WHOLE_BYTES)
         parts = list(map(later, leaves.slices, leaves.tensors, leaves.changes)) if later else [None] * len(leaves)
-        moved, copied = list[int](), list[int]()
+        now, moved, copied = list[Move](), list[int](), list[int]()
         for place, i in zip(layout.placed, layout.order, strict=True):
             tensor, part = leaves.tensors[i], parts[i]
             if leaves.changes[i] is Change.NEVER and place.slice.bytes >= FROZEN_BYTES:
@@ -448,15 +432,17 @@ class Stager:
             else:
                 move = (self._address + place.at, tensor.data_ptr(), tensor.nbytes)
                 if part is None:
-                    plan.now.append(move)
+                    now.append(move)
+                    plan.moved.append(i)
                 else:
                     plan.later.append(move)
                     moved.append(i)
+        plan.now = as_moves(now)
+        if plan.later:
+            plan.gather()
         on_host = moved + copied
         plan.waiting.add(on_host, leaves, [part for i in on_host if (part := parts[i]) is not None], sample)
         plan.on_host = {part: list(indexes) for part, indexes in plan.waiting.parts.items()}
-        if plan.later:
-            plan.gather()
         for of_device in plan.devices.values():
             self._plan_deferred(plan, of_device, leaves)
         return plan

@@ -1,11 +1,13 @@
 /* The loops of float-split, compiled: each reads and writes every word of a block once. passes.py has the same loops in
  * numpy, and explains what they do; docs/explanation/format.md has the layout. Two more functions read, hash
- * and search a chunk while its bytes are in the cache. No function allocates memory or checks sizes: fused.py does. The
- * compiler vectorizes the loops, for several generations of processors where it can.
+ * and search a chunk while its bytes are in the cache, and the last three go through the tensors of a state. No function
+ * allocates memory or checks sizes: fused.py does. The compiler vectorizes the loops, for several generations of
+ * processors where it can.
  */
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <unistd.h>
 #if defined(__x86_64__) && !defined(ANY_PROCESSOR)
 #define MAY_HAVE_AVX2
@@ -476,4 +478,81 @@ long ckpt_read(int file, long offset, uint8_t *into, size_t size, uint8_t *diges
     }
     end_hash(&hash, into, size, digest);
     return (long)size;
+}
+
+/* DLTensor and DLPackExchangeAPI of DLPack 1, https://dmlc.github.io/dlpack/latest/c_api.html */
+struct tensor {
+    void *data;
+    int32_t device_type, device, ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t offset;
+};
+struct exchange {
+    uint32_t major, minor;
+    void *previous, *allocate, *give, *take;
+    int (*describe)(void *object, struct tensor *found);
+    void *stream;
+};
+
+enum { AHEAD = 8, LINES = 4 }; /* tensors that are fetched ahead, and cache lines of each */
+
+/* Words that are equal for tensors of equal address, type, device, shape and strides; first the kinds of their types, a
+ * bit for each. Returns their number, or 0 for another version of DLPack or too little room; the error of an object is
+ * raised in Python. The caller holds the GIL. */
+size_t ckpt_layouts(const struct exchange *of, void *const *objects, size_t count, int64_t *words, size_t room) {
+    size_t used = 1;
+    struct tensor one;
+    if (of->major != 1 || !of->describe || !room)
+        return 0;
+    words[0] = 0;
+    for (size_t i = 0; i < count; i++) {
+        /* A training step leaves none of them in the caches. The third word of torch's objects is the tensor; a fetch
+         * ahead from anywhere else does no harm. */
+        if (i + 2 * AHEAD < count)
+            __builtin_prefetch(objects[i + 2 * AHEAD]);
+        if (i + AHEAD < count)
+            for (int line = 0; line < LINES; line++)
+                __builtin_prefetch(((char *const *)objects[i + AHEAD])[2] + STRIPE * line);
+        if (of->describe(objects[i], &one) || used + 3 + 2 * (size_t)one.ndim > room)
+            return 0;
+        words[0] |= (int64_t)1 << one.code;
+        words[used++] = (int64_t)((uintptr_t)one.data + one.offset);
+        words[used++] = (int64_t)one.device_type << 32 | (uint32_t)one.device;
+        words[used++] = (int64_t)one.ndim << 32 | (int64_t)one.lanes << 16 | one.bits << 8 | one.code;
+        for (int at = 0; at < one.ndim; at++) {
+            words[used++] = one.shape[at];
+            words[used++] = one.strides[at];
+        }
+    }
+    return used;
+}
+
+struct move {
+    char *to;
+    const char *from;
+    size_t size;
+};
+
+void ckpt_move(const struct move *moves, size_t count) {
+    for (; count--; moves++)
+        memcpy(moves->to, moves->from, moves->size);
+}
+
+/* The numbers of moves whose two sides differ, in all bytes or in the first `least` at `places` places. Returns how
+ * many there are. */
+size_t ckpt_differ(const struct move *moves, size_t count, size_t places, size_t least, int64_t *found) {
+    size_t known = 0;
+    for (size_t i = 0; i < count; i++) {
+        const struct move one = moves[i];
+        const int some = places && one.size > places * least;
+        const size_t step = some ? (one.size - least) / (places - 1) : one.size, size = some ? least : one.size;
+        int differs = 0;
+        for (size_t at = 0; at + size <= one.size && !differs && size; at += step)
+            differs = memcmp(one.to + at, one.from + at, size);
+        if (differs)
+            found[known++] = (int64_t)i;
+    }
+    return known;
 }

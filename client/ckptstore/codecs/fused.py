@@ -25,6 +25,8 @@ SOURCE = LIBRARY.with_name("fused.c")
 
 _HASHED_LEAST = 241
 """XXH3 has other algorithms for fewer bytes."""
+_LAYOUT_WORDS = 32
+"""For each tensor: enough for 14 dimensions, on average."""
 _GROUP_WORDS, _STRETCH = 8, 128
 """Words that count as one escape, and words that are searched at once: they bound the number of places written."""
 
@@ -55,6 +57,12 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ckpt_scan.restype = None
     library.ckpt_read.argtypes = [number, ctypes.c_long, address, size, address]
     library.ckpt_read.restype = ctypes.c_long
+    library.ckpt_move.argtypes = [address, size]
+    library.ckpt_move.restype = None
+    library.ckpt_differ.argtypes = [address, size, size, size, address]
+    library.ckpt_differ.restype = size
+    of_python = ctypes.PYFUNCTYPE(size, address, address, size, address, size)  # does not release the GIL
+    vars(library)["layouts"] = of_python(("ckpt_layouts", library))
     return library
 
 
@@ -135,6 +143,39 @@ def read(fd: int, offset: int, into: memoryview) -> tuple[int, str] | None:
     if count < 0:
         raise OSError(-count, os.strerror(-count))
     return count, digest.raw.hex()
+
+
+def layouts(exchange: int, tensors: Plane) -> tuple[bytes, int] | None:
+    """Words that are equal for tensors of equal address, type, device, shape and strides; and a bit for each kind of
+    type, see DLDataTypeCode. None: there is no library, or another version of DLPack.
+
+    exchange: the address of a DLPackExchangeAPI. tensors: the addresses of their objects, which are alive. Raises the
+    error of one that cannot be exported.
+    """
+    if not IS_BUILT:
+        return None
+    words = np.empty(_LAYOUT_WORDS * (1 + len(tensors)), np.int64)
+    used = _library.layouts(exchange, _address(tensors), len(tensors), _address(words), len(words))
+    return (words[1:used].tobytes(), int(words[0])) if used else None
+
+
+def move(moves: Plane) -> bool:
+    """Copy memory: rows of an address to copy to, one to copy from, and a number of bytes. False: no library."""
+    if IS_BUILT:
+        _library.ckpt_move(_address(moves), len(moves))
+    return IS_BUILT
+
+
+def differ(moves: Plane, places: int, num_bytes: int) -> list[int] | None:
+    """The numbers of rows whose memory differs, in all bytes or, of larger ones, in so many at each of some places.
+
+    None: no library. places: 0 for all bytes.
+    """
+    if not IS_BUILT:
+        return None
+    found = np.empty(len(moves), np.int64)
+    count = _library.ckpt_differ(_address(moves), len(moves), places, num_bytes, _address(found))
+    return found[:count].tolist()
 
 
 class Planes:

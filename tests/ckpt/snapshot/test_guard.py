@@ -7,16 +7,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from ckpt import Checkpointer
 from ckpt.capture.leaves import Leaves
 from ckpt.snapshot import stage
-from ckpt.snapshot.guard import EVERYONE, ChangeGuard, CopyProgress, DigestGuard
+from ckpt.snapshot.guard import (
+    EVERYONE,
+    ChangeGuard,
+    CopyProgress,
+    DigestGuard,
+    as_moves,
+    differ,
+    differing,
+    move_all,
+)
 from ckpt.snapshot.handle import SaveHandle
+from ckptstore.codecs import fused
 from ckptstore.errors import SnapshotTorn
 from tests.ckpt.loops import open_run
 from tests.ckpt.snapshot.overlapping import guarded, held_copies, returns
@@ -58,6 +71,35 @@ def test_thousands_of_optimizers_do_not_search_each_others_parts() -> None:
         assert set(progress.parts_of(number)) == {part for part in parts if part >= {number} or not part}
     assert (set(progress.parts_of(600)), progress.parts_of(None)) == ({EVERYONE}, parts)
     assert not looked
+
+
+@pytest.mark.parametrize(
+    "built", [pytest.param(True, marks=pytest.mark.skipif(not fused.IS_BUILT, reason="no library")), False]
+)
+@given(sizes=st.lists(st.integers(0, 9 << 10), max_size=12), data=st.data())
+def test_copies_that_differ_are_found(built: bool, sizes: list[int], data: st.DataObject) -> None:
+    """Some places of large ones are compared, or all bytes. At any alignment, beside memory that stays as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "IS_BUILT", built)
+        source, copies = np.arange(1 + sum(sizes), dtype=np.uint32).astype(np.uint8), np.zeros(2 + sum(sizes), np.uint8)
+        ends = np.cumsum([0, *sizes])
+        moves = as_moves([
+            (copies.ctypes.data + 1 + at, source.ctypes.data + at, size)
+            for at, size in zip(ends[:-1].tolist(), sizes, strict=True)
+        ])  # fmt: skip
+        move_all(moves)
+        assert (copies[1:-1] == source[:-1]).all()
+        assert not copies[-1]
+        assert differing(moves, whole=True) == differing(moves, whole=False) == []
+        changed = {data.draw(st.integers(0, len(source) - 2)) for _ in range(3)} if sum(sizes) else set()
+        source[list(changed)] ^= 1
+        of = sorted({int(np.searchsorted(ends, at, "right")) - 1 for at in changed})
+        assert differing(moves, whole=True) == of
+        found = differing(moves, whole=False)
+        assert set(found) <= set(of)
+        assert found == [i for i, (to, at, size) in enumerate(moves.tolist()) if differ(to, at, size, whole=False)]
+        ended = [i for i in of if {int(ends[i]), int(ends[i + 1]) - 1} & changed or sizes[i] <= 4 << 10]
+        assert set(ended) <= set(found), "the first and the last byte, and all of a small one"
 
 
 @pytest.mark.parametrize("quarter", range(4))
