@@ -176,6 +176,11 @@ class SaveClient:
             self._steps.announce(writer)
         return writer
 
+    @property
+    def ready(self) -> bool:
+        """Whether `begin` would do nothing. For any thread: training need not wait for another one then."""
+        return self._writer is not None and not self._deaths and not any(one.unseen_error for one in self._finished)
+
     def begin(self) -> None:
         """A save begins: start a writer if the last one has died, so that saves work again after the error, which this
         raises; see `raise_failure`."""
@@ -204,6 +209,8 @@ class SaveClient:
         """Give a snapshot a slot, until it is handed over or another one is given it. False if all are in use."""
         if self._staging is not None:
             self.arena.release(self._staging.slot)
+        with self._lock:
+            self._finished = [one for one in self._finished if one.unseen_error]
         self._staging = None
         snapshot.slot = self.arena.acquire(snapshot.layout.num_bytes)
         self._staging = snapshot

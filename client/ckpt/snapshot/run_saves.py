@@ -327,7 +327,8 @@ class RunSaves:
         if self.newest is None:
             self.steps.trackers = trackers()  # MLflow knows the run of a thread
         with client.declining(attempt):
-            client.calls.run(client.begin)
+            if not client.ready:
+                client.calls.run(client.begin)
             self.session.check(step, repeat_step)
             if (unreplicable := client.unreplicable.get(attempt.session.id)) is not None:
                 self.session.supersede(unreplicable)

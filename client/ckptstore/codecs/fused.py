@@ -175,7 +175,7 @@ def differ(moves: Plane, places: int, num_bytes: int) -> list[int] | None:
         return None
     found = np.empty(len(moves), np.int64)
     count = _library.ckpt_differ(_address(moves), len(moves), places, num_bytes, _address(found))
-    return found[:count].tolist()
+    return list(found[:count].tolist())
 
 
 class Planes:
