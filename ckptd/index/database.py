@@ -115,7 +115,11 @@ class Database:
         self._reading = engine.execution_options(**one_state)
         self._writing = engine.execution_options(ckptd_writes=True, **latest_state)
         self._fence: Fence | None = None
-        self._migrate()
+        try:
+            self._migrate()
+        except IndexUnavailable:
+            self.close()  # the pool keeps the connection of a database that is refused
+            raise
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -249,12 +253,10 @@ def _prepare_file(path: str | None) -> None:
 
 def _configure_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # BEGIN is issued explicitly, below
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
-    mode = cursor.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-    cursor.execute("PRAGMA synchronous = NORMAL")
-    cursor.execute("PRAGMA foreign_keys = ON")
-    cursor.close()
+    connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
+    mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA foreign_keys = ON")
     if mode != "wal":
         raise IndexUnavailable(f"SQLite uses journal mode {mode!r} instead of WAL", "Put the index on a local disk")
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,13 @@ def test_a_file_that_is_no_database_of_ours_is_named(tmp_path: Path, newer: bool
     with pytest.raises(IndexUnavailable, match=says) as caught:
         Database(f"sqlite:///{file}", 2)
     assert "delete" not in str(caught.value)
+    assert file not in _open_files()  # also not while its error is kept
+
+
+def _open_files() -> Iterator[Path]:
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            yield descriptor.readlink()
 
 
 def _database(url: str, **options: str) -> Database:
