@@ -12,6 +12,7 @@ import ssl
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from ckptstore.errors import InvalidRequest
@@ -46,24 +47,28 @@ def report_to_scheduler(now: float, committed: tuple[float, int] | None, trains_
             pod = os.environ.get("POD_NAME") or os.environ["HOSTNAME"]
             url = f"https://{host}:{os.environ['KUBERNETES_SERVICE_PORT']}/api/v1/namespaces/{folder}/pods/{pod}"
             notes = {f"{_PREFIX}/last-checkpoint-time": when, f"{_PREFIX}/lost-if-killed-now": lost}
-            _send("PATCH", url, ACCOUNT / "token", ACCOUNT / "ca.crt", {"metadata": {"annotations": notes}})
+            _send("PATCH", url, f"{ACCOUNT}/token", f"{ACCOUNT}/ca.crt", {"metadata": {"annotations": notes}})
         case "kubeflow":
             url, cacert, token = (os.environ[f"KUBEFLOW_TRAINER_SERVER_{one}"] for one in ("URL", "CA_CERT", "TOKEN"))
             seconds = {"last_checkpoint_step": step, "last_checkpoint_time": when, "lost_if_killed_now": lost}
             metrics = [{"name": name, "value": str(value)} for name, value in seconds.items()]
             status = {"trainerStatus": {"metrics": metrics, "lastUpdatedTime": _text(now)}}
-            _send("POST", url, Path(token), Path(cacert), status)
+            _send("POST", url, token, cacert, status)
         case _:
             raise InvalidRequest(f"{VARIABLE}={kind} is unknown", "Use kubernetes, kubeflow or slurm")
 
 
 def _text(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _send(method: str, url: str, token: Path, cacert: Path, body: object) -> None:
+def _send(method: str, url: str, token: str, cacert: str, body: object) -> None:
     kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-    headers = {"Authorization": f"Bearer {token.read_text().strip()}", "Content-Type": kind}
+    headers = {"Authorization": f"Bearer {Path(token).read_text().strip()}", "Content-Type": kind}
     request = Request(url, json.dumps(body).encode(), headers, method=method)
-    with urlopen(request, timeout=_TIMEOUT_S, context=ssl.create_default_context(cafile=cacert)):
-        pass
+    try:
+        with urlopen(request, timeout=_TIMEOUT_S, context=ssl.create_default_context(cafile=cacert)):
+            pass
+    except HTTPError as refusal:
+        with refusal:  # it is also the reply, whose connection is open
+            raise

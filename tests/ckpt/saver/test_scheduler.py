@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import trustme
@@ -122,8 +123,9 @@ def test_a_refusal_is_an_error_and_the_heartbeat_goes_on(
 ) -> None:
     in_a_pod(monkeypatch, server, tmp_path)
     (tmp_path / "token").write_text("wrong")
-    with pytest.raises(OSError, match="403"):
+    with pytest.raises(HTTPError, match="403") as refusal:
         report_to_scheduler(_T, None, _T, 1)
+    assert refusal.value.closed
     writer = HeartbeatWriter(Run(store, "gpt"), 0.05)
     writer.begin(TrainerStarted(id=new_ulid(_T), parent=None, began_at=_T, trains_at=_T, restored_s=0.0), SharedStep())
     wait_until(lambda: caplog.text.count("did not take") > 1, "two beats that say so")
