@@ -29,7 +29,7 @@ SMALL = 60
 """A file with fewer lines and a single importer belongs into that importer."""
 MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptapi.mlflow", "ckptd.index.migrations.")
 
-CEILINGS = {"tokens": 391_991, "files": 317, "knobs": 26, "verbs": 38, "threads": 26}
+CEILINGS = {"tokens": 391_990, "files": 317, "knobs": 26, "verbs": 38, "threads": 26}
 """Sizes of the product, which only fall. A feature that needs more takes away as much elsewhere."""
 
 FOLDER_SHAPES = {
@@ -172,9 +172,12 @@ def _tokens() -> int:
     counted = 0
     for folder in FOLDERS.values():
         for path in folder.rglob("*.py"):
+            in_text = 0
             with path.open("rb") as file:
-                kinds = [token.type for token in tokenize.tokenize(file.readline)]
-            counted += sum(kind in (tokenize.NAME, tokenize.OP, tokenize.NUMBER) for kind in kinds)
+                for token in tokenize.tokenize(file.readline):
+                    # From Python 3.12 on; before, such a text is one token.
+                    in_text += {"FSTRING_START": 1, "FSTRING_END": -1}.get(tokenize.tok_name[token.type], 0)
+                    counted += not in_text and token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
     return counted
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 from ckptd.housekeeping.recovery import Recovery
 from ckptd.index import Database, Index
 from ckptd.metrics import Metrics
@@ -12,10 +10,9 @@ from tests.support.checkpoints import write_rank
 from tests.support.stores import MovableClock
 
 
-def test_a_live_committer_is_given_time(store: Store, tmp_path: Path) -> None:
+def test_a_live_committer_is_given_time(store: Store, database: Database) -> None:
     clock = MovableClock()
-    index = Index(Database(f"sqlite:///{tmp_path / 'index.db'}", 2))
-    recovery = Recovery(store, index, Metrics(), clock, 50, lambda *_: None)
+    recovery = Recovery(store, Index(database), Metrics(), clock, 50, lambda *_: None)
     run, attempt = Run(store, "gpt", clock), Attempt(1, new_ulid(clock()))
     write_rank(store, "gpt", attempt, {}, 0, world_size=2)
     assert recovery.advance_run(run) == []
