@@ -124,7 +124,7 @@ _NEEDS_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _is_custom = cache(lambda kind: any(getattr(kind, name) is not getattr(nn.Module, name) for name in _METHODS))
 _DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _LAYOUT: tuple[Any, ...] = (torch.Tensor.data_ptr, torch.Tensor.shape.__get__, torch.Tensor.stride, _DTYPE)  # type: ignore[attr-defined]
-"""What tells where elements lie. No two devices share addresses."""
+"""The values show where elements lie. No two devices share addresses."""
 _EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """Describes tensors to compiled code; torch 2.6 has none."""
 _COMPLEX = 1 << 5
