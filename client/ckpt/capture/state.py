@@ -219,8 +219,10 @@ class _Description(NamedTuple):
 
     marks: list[object]
     captured: Captured
-    places: list[tuple[int, tuple[Any, ...]]]
-    """By leaf: the number of its tensor; size, stride and offset if it is a part of that."""
+    numbers: list[int]
+    """By leaf: the number of its tensor."""
+    views: dict[int, tuple[Any, ...]]
+    """By number of a leaf that is a part of its tensor: size, stride and offset."""
     collector: TensorCollector
     copies: list[Sequence[tuple[str, int]]]
     """The copies of the collector, with numbers of tensors."""
@@ -300,11 +302,12 @@ def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollec
     number_of = {id(tensor): i for i, tensor in enumerate(made.tensors)}
     if not {id(one) for one in (*leaves.origins, *(one for _, one in chain(*collector.copies)))} <= number_of.keys():
         return None  # a leaf is not part of the fingerprint
-    found = [(number_of[id(origin)], one) for origin, one in zip(leaves.origins, leaves.tensors, strict=True)]
-    places = [
-        (n, () if one.is_set_to(made.locals[n]) else (one.shape, one.stride(), one.storage_offset()))
-        for n, one in found
-    ]
+    numbers = [number_of[id(origin)] for origin in leaves.origins]
+    views = {
+        leaf: (one.shape, one.stride(), one.storage_offset())
+        for leaf, (n, one) in enumerate(zip(numbers, leaves.tensors, strict=True))
+        if not one.is_set_to(made.locals[n])
+    }
     groups = {
         item: [one.names for one in named]
         for item, named in state.named_optimizers.items()
@@ -312,13 +315,14 @@ def _describe(state: TrainState, made: StateFingerprint, collector: TensorCollec
     }
     columns = Leaves(list(leaves.slices), changes=list(leaves.changes))
     copies: list[Any] = [[(path, number_of[id(tensor)]) for path, tensor in found] for found in collector.copies]
-    return _Description(made.marks, captured.copy(columns), places, collector.fork(Captured()), copies, groups)
+    return _Description(made.marks, captured.copy(columns), numbers, views, collector.fork(Captured()), copies, groups)
 
 
 def _again(last: _Description, state: TrainState, made: StateFingerprint) -> Captured:
     leaves = last.captured.leaves
-    tensors = [made.locals[n].as_strided(*view) if view else made.locals[n] for n, view in last.places]
-    origins = [made.tensors[n] for n, _ in last.places]
+    tensors, origins = (list(map(held.__getitem__, last.numbers)) for held in (made.locals, made.tensors))
+    for leaf, view in last.views.items():
+        tensors[leaf] = tensors[leaf].as_strided(*view)
     leaves = Leaves(list(leaves.slices), tensors, origins, list(leaves.changes))  # values are added
     captured = last.captured.copy(leaves)
     trees = captured.trees
