@@ -19,7 +19,7 @@ from ckpt.lazily import torch_loaded
 from ckpt.preemption import DaemonNotice, Preemption, SaveEstimate, Sources, estimate_save
 from ckpt.ranks.world import World, is_grouped
 from ckpt.restoring.pipeline import Restored, Restorer, StagedRestore, load_tensors
-from ckpt.restoring.plan import NO_SURGERY, Globs, Surgery
+from ckpt.restoring.plan import NO_SURGERY, Cast, Globs, Surgery
 from ckpt.restoring.resolve import check_present, release_lease, wait_for_orphan_saver
 from ckpt.schedule import Limits, Schedule, cost_of
 from ckpt.snapshot.handle import Counters, SaveHandle
@@ -163,7 +163,7 @@ class Checkpointer:
         only: Globs = (),
         skip: Globs = (),
         grow: Globs = (),
-        cast: bool = False,
+        cast: Cast = False,
         shared: Mapping[str, Any] | None = None,
         **extras: Any,
     ) -> Restored | None:
@@ -172,7 +172,8 @@ class Checkpointer:
         checkpoint: a step or an id; default: the newest not corrupt. strict: names, shapes and types must
         agree; False: what fits is restored; "report": and a table is logged. rng: put random state back. rename: names
         in the checkpoint to names here, {"encoder.*": "backbone.*"}. only, skip: of names here. grow: those that may
-        take fewer rows. cast: convert types. docs/how-to/restore-into-another-model.md explains these.
+        take fewer rows. cast: convert types; functions by name make quantized weights.
+        docs/how-to/restore-into-another-model.md explains these.
 
         Plain data, or without any object all, comes back in `Restored.values`. Collective. Saves continue from it.
         Raises StateMismatch or InvalidRequest before anything is changed, UnsupportedObject, RunVanished; CorruptObject
@@ -192,7 +193,7 @@ class Checkpointer:
         return restored
 
     def restore_in_stages(
-        self, *, checkpoint: str | int | None = None, strict: bool | Literal["report"] = True, cast: bool = False
+        self, *, checkpoint: str | int | None = None, strict: bool | Literal["report"] = True, cast: Cast = False
     ) -> StagedRestore:
         """Restore in stages, all from one checkpoint: see StagedRestore. checkpoint, strict, cast: see `restore`."""
         surgery = Surgery(cast=cast)

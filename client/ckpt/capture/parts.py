@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -275,7 +275,19 @@ def inner_tensors(path: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | 
     known = _CACHED.get(class_name(type(wrapper)))
     names = known[0] if known else wrapper.__tensor_flatten__()[0]
     inner = {name: getattr(wrapper, name) for name in names}
-    return inner if wrapper is tensor else {name: _like_outer(path, tensor, one) for name, one in inner.items()}
+    return inner if wrapper is tensor else {name: like_outer(path, tensor, one) for name, one in inner.items()}
+
+
+def elements(value: Any) -> dict[str, torch.Tensor]:
+    """The plain tensors that a tensor consists of. Two have the same keys if the elements of one fit into the other."""
+    inner = inner_tensors("", value) if isinstance(value, torch.Tensor) else {}
+    if inner is None:
+        return {f"{value.dtype} {value.shape} {value.device}": value}
+    return {
+        f"{type(value)} {value.__tensor_flatten__()[1]} {name} {kind}": plain
+        for name, one in inner.items()
+        for kind, plain in elements(one).items()
+    }
 
 
 def drop_cached(tensor: torch.Tensor) -> None:
@@ -300,7 +312,8 @@ def memory_address(tensor: torch.Tensor) -> int:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
-def _like_outer(path: str, outer: DTensor, inner: torch.Tensor) -> torch.Tensor:
+def like_outer(path: str, outer: DTensor, inner: torch.Tensor) -> torch.Tensor:
+    """A DTensor of this local one, sharded as another. Raises UnsupportedObject if their local shapes differ."""
     if inner.shape != outer._local_tensor.shape:
         raise UnsupportedObject(
             f"tensor at {path!r} is a {kind_of(outer)} with an inner tensor of the shape {list(inner.shape)}: its "

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ckpt.capture.parameters import Leaf
-from ckpt.capture.parts import TensorPart, is_plain_type
+from ckpt.capture.parts import TensorPart, elements, has_plain_elements, is_plain_type, like_outer
 from ckpt.capture.tensors import inline_tensor, small_value, tensor_bytes
 from ckpt.device import DEVICES, has_device
 from ckpt.dtypes import BY_NAME, NAMES
@@ -21,15 +23,16 @@ from ckpt.restoring.gpu_copy import GpuReceiver, GpuTarget, is_direct
 from ckpt.restoring.host_destinations import HostDestinations
 from ckptstore.codecs.dtypes import CAST_TYPES
 from ckptstore.commits.catalog import Checkpoint
-from ckptstore.errors import UnsupportedFormat
+from ckptstore.errors import StateMismatch, UnsupportedFormat
 from ckptstore.format.boxes import Box, Want, offsets, sizes, whole
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.planning import ShardRead
 from ckptstore.format.trees import TAG, decode_tree, value_leaves
 from ckptstore.reading.fetch import Buffers
 from ckptstore.reading.source import Source
 from ckptstore.reading.weights import cast_entries
 
+CAST_ELEMENTS = 32 << 20
+"""On their way into another type or layout, in host memory at a time: 128 MiB of float32, and up to one tensor more."""
 _Key = tuple[str, Box, torch.device | None]
 """Entry, box, and the device if copies to it are asynchronous."""
 
@@ -41,12 +44,13 @@ class Destinations(HostDestinations):
 
     def __init__(self, content: Content) -> None:
         super().__init__(content)
-        self._targets = defaultdict[_Key, list[torch.Tensor]](list)
+        self._targets = defaultdict[_Key, list[Any]](list)
         self._given: list[tuple[str, Box, torch.Tensor]] = []
         self._hosts: dict[str, torch.Tensor] = {}  # by buffer
         self._types = defaultdict[str, set[torch.dtype]](set)  # of the targets, by entry
-        self._cast: dict[str, str] = {}
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._first: dict[object, str] = {}  # entry of each kind of wrapper, and of each wrapper
+        self.waiting = defaultdict[_Key, list[Any]](list)
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape of an entry. Raises CorruptObject, or UnsupportedFormat for a type this torch lacks."""
@@ -77,6 +81,30 @@ class Destinations(HostDestinations):
                 at = target.dim() + dimension
                 box, target = (*box[:at], 1, *box[at + 1 :]), target.narrow(dimension, 0, 1)
         self._targets[name, box, target.device if has_device(target) else None].append(target)
+
+    @torch.no_grad()
+    def make(self, name: str, wrapper: torch.Tensor, make: Callable[[torch.Tensor], object]) -> bool:
+        """Register a live wrapper, to be filled with what a function makes of the whole entry in the wrapper's type and
+        on its device. False if another entry fills it. Raises StateMismatch if the function makes another kind of
+        tensor, as a trial with zeros shows."""
+        live, first = elements(wrapper), self._first.setdefault
+
+        def fill(values: Any, trial: bool = False) -> None:
+            found = elements(make(values.to(wrapper.device, wrapper.dtype)))
+            if found.keys() != live.keys():
+                raise StateMismatch(
+                    f"{name}: the function of cast= makes another kind of tensor than there is here",
+                    "Make it as quantize_ did here. If the restore had begun to read, build the objects again",
+                )
+            for kind in () if trial else live:
+                live[kind].copy_(found[kind])
+            gc.collect(0)  # layers that were quantized are in cycles
+
+        if first((make, *live), name) == name:
+            fill(torch.zeros(wrapper.shape), trial=True)
+        self._types[name].add(wrapper.dtype)
+        self._targets[name, whole(wrapper.shape), None].append(SimpleNamespace(is_cpu=False, copy_=fill))
+        return first(id(wrapper), name) == name
 
     def clashes(self, source: Source, checkpoint: Checkpoint) -> list[str]:
         """Reads what shares memory into a copy of it."""
@@ -127,20 +155,12 @@ class Destinations(HostDestinations):
             target = self.new(name, device)
             if not isinstance(parameter, DTensor) or not shape:
                 return target
-            mesh = parameter.device_mesh
-            return DTensor.from_local(target, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            return DTensor.from_local(target, parameter.device_mesh, run_check=False)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        target = torch.empty(local.shape, dtype=dtype, device=local.device)
         if isinstance(parameter, DTensor):
-            like = parameter.to_local()
-            if is_plain_type(parameter):
-                local = torch.empty_like(like, dtype=dtype)
-            else:
-                local = torch.empty(like.shape, dtype=dtype, device=like.device)  # empty_like makes a wrapper
-            target = DTensor.from_local(
-                local, parameter.device_mesh, parameter.placements, run_check=False,
-                shape=parameter.shape, stride=parameter.stride(),
-            )  # fmt: skip
-        else:
-            target = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+            target = torch.empty_like(local, dtype=dtype) if is_plain_type(local) else target
+            target = like_outer(name, parameter, target)
         if grown:
             target.zero_()
         self.fill(name, leaf.part_of(name, target))
@@ -154,14 +174,13 @@ class Destinations(HostDestinations):
         live = {at: leaf for at, leaf in given if times[at] == 1}
         if not live:
             return self.decode(tree, path), []
-        used: dict[int, object] = {_memory(one): name for (name, *_), them in self._targets.items() for one in them}
+        used: dict[int, object] = {_memory(target): name for name, _, target in self._given}
         used |= {_memory(target): None for _, targets in self._copies for target in targets}
         filled: list[str] = []
 
         def unleaf(at: str, leaf: dict[str, Any]) -> Any:
             target, source = live.get(at), leaf.get("name", id(leaf))
-            fits = target is not None and self._fits(target, at, leaf)
-            if target is None or not fits or used.setdefault(_memory(target), source) != source:
+            if target is None or not self._fits(target, at, leaf) or used.setdefault(_memory(target), source) != source:
                 return self._unleaf(at, leaf, None)
             if "name" in leaf:
                 self.fill_box(source, whole(target.shape), target.detach())
@@ -180,9 +199,9 @@ class Destinations(HostDestinations):
             dtype, shape = self.describe(leaf["name"])
         else:
             small = inline_tensor(at, leaf)
-            dtype, shape = small.dtype, tuple(small.shape)
+            dtype, shape = small.dtype, small.shape
         device = _current(leaf["device"]) if "device" in leaf else torch.device("cpu")
-        return (target.dtype, tuple(target.shape), target.device) == (dtype, shape, device)
+        return (target.dtype, target.shape, target.device) == (dtype, shape, device)
 
     @torch.inference_mode(False)
     def _unleaf(self, at: str, leaf: dict[str, Any], device: torch.device | None) -> Any:
@@ -198,47 +217,50 @@ class Destinations(HostDestinations):
 
     def wants(self) -> list[Want]:
         """The ranges to read; each want has its own buffer."""
-        tensors = [Want(name, box, str(i)) for i, (name, box, _) in enumerate(self._targets)]
-        return tensors + super().wants()
-
-    def cast_content(self) -> Content:
-        """Float32 is cast while it is decoded, in no memory of its own, where all targets have one type of 16 bits."""
-        for name, (dtype, *others) in self._types.items():
-            if self.describe(name)[0] == torch.float32 and not others and NAMES.get(dtype) in CAST_TYPES:
-                self._cast[name] = NAMES[dtype]
-        return cast_entries(self._content, self._cast) if self._cast else self._content
-
-    def _arriving(self, name: str) -> torch.dtype:
-        """The type of an entry's bytes as they are read."""
-        return BY_NAME[self._cast.get(name) or self.entry(name)[0]]
+        return [Want(*key[:2], str(key)) for key in self._targets] + super().wants()
 
     def allocate(self) -> None:
-        """Allocate host memory for targets that are on no such device and cannot be read into directly."""
-        for i, ((name, box, device), targets) in enumerate(self._targets.items()):
+        """Allocate host memory for targets that are on no such device and cannot be read into directly. When enough
+        elements have some, the others wait until it has been placed."""
+        cast = {  # while it is decoded, in no memory of its own
+            name: NAMES[dtype]
+            for name, (dtype, *others) in self._types.items()
+            if self.describe(name)[0] == torch.float32 and not others and NAMES.get(dtype) in CAST_TYPES
+        }
+        self._content = cast_entries(self._content, cast) if cast else self._content
+        self._arriving = self._content.entries.types()
+        room = CAST_ELEMENTS
+        for key, targets in [*self._targets.items()]:
+            name, box, device = key
             if device is None:
-                dtype = self._arriving(name)
+                dtype = BY_NAME[self._arriving[name][0]]
                 own = targets[0].is_cpu and is_direct(targets[0], dtype)
-                host = self._hosts[str(i)] = targets[0] if own else torch.empty(sizes(box), dtype=dtype, device="cpu")
+                if not own and room <= 0:
+                    self.waiting[key] = self._targets.pop(key)
+                    continue
+                host = self._hosts[str(key)] = targets[0] if own else torch.empty(sizes(box), dtype=dtype, device="cpu")
                 if not own or len(targets) > 1:
                     self._copies.append((host, targets))
+                    room -= host.numel()
+        super().allocate()
 
     @contextmanager
-    def receiving(self, reads: Sequence[ShardRead]) -> Iterator[Buffers]:
-        """Buffers for the wants, to be filled by these reads inside the block. Call `allocate` first.
+    def receiving(self) -> Iterator[Buffers]:
+        """Buffers for the wants, to be filled by `reads` inside the block. Call `allocate` first.
 
         Bytes for a GPU have arrived when the block ends without an error.
         """
         devices = {device: DEVICES[device.type](device) for *_, device in self._targets if device is not None}
         targets = {
-            str(i): GpuTarget(targets, self._arriving(name), devices[device])
-            for i, ((name, _, device), targets) in enumerate(self._targets.items())
-            if device is not None
+            str(key): GpuTarget(targets, BY_NAME[self._arriving[key[0]][0]], devices[key[2]])
+            for key, targets in self._targets.items()
+            if key[2] is not None
         }
         hosts = _Bytes(self._hosts, self._array_bytes())
         if not targets:
             yield hosts
             return
-        with GpuReceiver(hosts, targets, reads).receiving() as receiver:
+        with GpuReceiver(hosts, targets, self.reads).receiving() as receiver:
             yield receiver
 
     @torch.no_grad()
@@ -253,6 +275,10 @@ class Destinations(HostDestinations):
         self._hosts.clear()
         self._targets.clear()
         self._given.clear()
+        if self.waiting:
+            self._targets |= self.waiting
+            self.waiting.clear()
+            self.allocate()
 
 
 def _current(kind: str) -> torch.device:
@@ -267,8 +293,8 @@ def _owns_memory(tensor: torch.Tensor) -> bool:
 
     Memory that torch has not allocated may be read-only: a mapped file, the bytes of another object.
     """
-    plain = is_plain_type(tensor) and not isinstance(tensor, DTensor) and tensor.layout is torch.strided
-    plain = plain and tensor.is_leaf and not tensor.is_inference() and is_direct(tensor, tensor.dtype)
+    plain = has_plain_elements(tensor) and not isinstance(tensor, DTensor) and tensor.is_leaf
+    plain = plain and not tensor.is_inference() and is_direct(tensor, tensor.dtype)
     storage = tensor.untyped_storage() if plain else None
     return storage is not None and 0 < tensor.nbytes == storage.nbytes() and storage.resizable()
 

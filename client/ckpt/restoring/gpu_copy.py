@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,8 +102,11 @@ class GpuTarget:
         with self._lock:
             self._left -= staged.numel()
             complete = self._left == 0
-        if complete:
-            self._pass_on()
+        if complete:  # all elements have arrived: copy them to the other targets
+            self._memory = None
+            for target in self._targets:
+                if target is not self._own:
+                    target.copy_(memory.view(self._dtype).view(target.shape))
 
     def _bytes(self) -> torch.Tensor:
         """Memory for the box in row-major order: a target's own if it has that layout, otherwise a new tensor's."""
@@ -113,14 +117,6 @@ class GpuTarget:
                 found = own if own is not None else torch.empty(first.shape, dtype=self._dtype, device=first.device)
                 self._memory = found.detach().view(-1).view(_ELEMENTS[self.item])
             return self._memory
-
-    def _pass_on(self) -> None:
-        """After all elements have arrived: copy them to the other targets."""
-        memory, self._memory = self._memory, None
-        assert memory is not None
-        for target in self._targets:
-            if target is not self._own:
-                target.copy_(memory.view(self._dtype).view(target.shape))
 
 
 class GpuReceiver(Receiver):
@@ -165,7 +161,7 @@ class GpuReceiver(Receiver):
         with self._borrowed() as (staging, devices):
             sent: list[tuple[Piece, int]] = []
             chunks = tuple(replace(chunk, pieces=self._stage(chunk.pieces, sent)) for chunk in read.chunks)
-            yield ShardRead(chunks), _Staged(self._hosts, staging.numpy().data)
+            yield ShardRead(chunks), ChainMap({_STAGED: staging.numpy().data}, self._hosts)  # type: ignore[arg-type]  # is only read
             for piece, at in sent:
                 target = self._targets[piece.buffer]
                 devices.add(target.device)
@@ -212,17 +208,6 @@ class GpuReceiver(Receiver):
     def _piece_bytes(self, piece: Piece) -> int:
         target = self._targets.get(piece.buffer)
         return 0 if target is None else -(-prod(piece.shape) * target.item // _ALIGNED) * _ALIGNED
-
-
-class _Staged(dict[str, memoryview]):
-    """A staging buffer in addition to the host's buffers."""
-
-    def __init__(self, hosts: HostBuffers, staging: memoryview) -> None:
-        super().__init__({_STAGED: staging})
-        self._hosts = hosts
-
-    def __missing__(self, name: str) -> memoryview:
-        return self._hosts[name]
 
 
 def is_direct(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from ckptstore.errors import CorruptObject, UnsupportedFormat
 from ckptstore.format import boxes
 from ckptstore.format.boxes import Box, Want
 from ckptstore.format.documents import JSON, Content
-from ckptstore.format.planning import ShardRead, plan_reads
+from ckptstore.format.planning import plan_reads
 from ckptstore.format.trees import TAG, decode_bytes, decode_tree
 from ckptstore.reading.fetch import Buffers, fetch
 from ckptstore.reading.source import Source
@@ -28,6 +28,9 @@ class HostDestinations:
 
     small: Callable[[str, Mapping[str, Any]], Any] = staticmethod(small_value)
     """The value of a small leaf; what stands for an object of torch comes back as plain data."""
+
+    waiting: Any = ()
+    """Targets that have no memory yet; `place` gives it to some, and plans their reads."""
 
     def __init__(self, content: Content) -> None:
         self._content = content
@@ -75,16 +78,13 @@ class HostDestinations:
         """Entries with different values for one place in memory. Reads those that share memory."""
         return []
 
-    def cast_content(self) -> Content:
-        """The content to read: with those entries cast whose bytes are to arrive in another type."""
-        return self._content
-
     def allocate(self) -> None:
-        """Nothing to do: arrays are read into directly."""
+        """Plan the reads. Arrays are read into directly."""
+        self.reads = plan_reads(self._content, self.wants())
 
     @contextmanager
-    def receiving(self, reads: Sequence[ShardRead]) -> Iterator[Buffers]:
-        """Buffers for the wants, to be filled by these reads inside the block. Call `allocate` first."""
+    def receiving(self) -> Iterator[Buffers]:
+        """Buffers for the wants, to be filled by `reads` inside the block. Call `allocate` first."""
         yield self._array_bytes()
 
     def _array_bytes(self) -> dict[str, memoryview]:
@@ -96,14 +96,15 @@ class HostDestinations:
             for other in others:
                 other[...] = first
         self._arrays.clear()
+        self.reads = []
 
     def read(self, source: Source, checkpoint: Checkpoint) -> None:
         """Fetch, verify and place everything, without other ranks."""
         self.allocate()
-        reads = plan_reads(self._content, self.wants())
-        with self.receiving(reads) as buffers:
-            fetch(source, checkpoint, reads, buffers)
-        self.place()
+        while self.reads:
+            with self.receiving() as buffers:
+                fetch(source, checkpoint, self.reads, buffers)
+            self.place()
 
 
 def inline_array(path: str, leaf: Mapping[str, Any]) -> Array:

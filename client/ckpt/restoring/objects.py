@@ -266,7 +266,7 @@ def _check_growth(plan: RestorePlan, leaf: Leaf, path: str, entry: str) -> None:
 
 def _casts(plan: RestorePlan, saved: torch.dtype, here: torch.dtype) -> bool:
     """Whether the caller has asked for this conversion."""
-    return plan.surgery.cast and saved.is_floating_point and here.is_floating_point
+    return bool(plan.surgery.cast) and saved.is_floating_point and here.is_floating_point
 
 
 def _new_beside(plan: RestorePlan, entry: str, leaf: Leaf, device: torch.device, key: str) -> torch.Tensor:
@@ -285,9 +285,7 @@ def _described(leaf: Leaf) -> str:
 
 def _first_entry(leaf: JSON) -> str | None:
     """The entry of a tensor, or the first one of a wrapper."""
-    while isinstance(leaf, dict) and leaf and TAG not in leaf:
-        leaf = next(iter(leaf.values()))
-    return leaf.get("name") if isinstance(leaf, dict) else None
+    return next((entry for _, one in leaves(leaf, "") if (entry := entry_of(one))), None)
 
 
 def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
@@ -301,7 +299,7 @@ def _plan_gradients(plan: RestorePlan, state: TrainState, tree: JSON) -> None:
             gradient: Any = _new_beside(plan, entry, leaf, leaf.value.device, "grad")
         else:
             gradient = plan.destinations.decode(saved, f"{GRADIENTS}/{name}", leaf.value.device)
-        changes = plan.surgery.cast or leaf.name in plan.matching.grown
+        changes = bool(plan.surgery.cast) or leaf.name in plan.matching.grown
         plan.finish.append(partial(_set_gradient, leaf.value, gradient, changes))
 
 
@@ -335,19 +333,26 @@ def _fill(plan: RestorePlan, saved: JSON, leaf: Leaf) -> bool:
     inner = leaf.inner()
     if inner is None:
         return _fill_tensor(plan, saved, leaf)
+    plan.finish.append(partial(drop_cached, leaf.value))
     within = _inner(saved)
     if within.keys() != {one.raw for one in inner}:
+        (dtype, shape), live = plan.saved_as(saved), leaf.value
+        make = plan.surgery.make(leaf.item, leaf.name)
+        fits = make and shape == live.shape and "float" in dtype and live.is_floating_point()
+        if fits and _tensors(plan).make(_entry_here(plan, saved), live, make):
+            return True
         names = ", ".join(one.raw for one in inner)
-        plan.mismatched.append(f"{leaf.path}: not a {kind_of(leaf.value)} of {names} in the checkpoint")
+        plan.mismatched.append(
+            f"{leaf.path}: not a {kind_of(live)} of {names} in the checkpoint, nor made by a function of cast="
+        )
         return False
-    plan.finish.append(partial(drop_cached, leaf.value))
     placed = [_fill(plan, within[one.raw], one) for one in inner]
     return all(placed)
 
 
 def _inner(saved: JSON) -> dict[str, JSON]:
     """The trees of a wrapper's inner tensors; nothing if it is no dict."""
-    return dict(_mapping(saved, "")) if isinstance(saved, dict) and saved.get(TAG, "dict") == "dict" else {}
+    return dict(items_of(saved, "") or ())
 
 
 def _kind(saved: JSON) -> str:

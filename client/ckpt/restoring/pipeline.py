@@ -312,20 +312,24 @@ class Restorer:
             self._world.beat()
             session.progress(num_bytes)
 
-        content, plan, reads = prepared.manifest.content, prepared.plan, prepared.reads
+        destinations = prepared.plan.destinations
 
         def fetch() -> None:
-            session.enter(Phase.FETCHING, raw_bytes(reads))
-            with plan.destinations.receiving(reads) as buffers:
-                fetcher.fetch(content, reads, buffers, progress)
+            session.enter(Phase.FETCHING, raw_bytes(destinations.reads))
+            with destinations.receiving() as buffers:
+                fetcher.fetch(prepared.manifest.content, destinations.reads, buffers, progress)
 
-        try:
-            self._together.do(fetch)
-        except CorruptObject as error:
-            if not fetcher.read_past_caches():
-                raise
-            logger.warning("reading again, bypassing the daemon's cache: %s", error)
-            self._together.do(fetch)
+        do = partial(self._together.do, report=partial(len, destinations.waiting))
+        waiting, steps = [1], Steps()
+        while any(waiting):  # of any rank: fetching is a collective
+            try:
+                waiting = do(*steps, fetch)
+            except CorruptObject as error:
+                if not fetcher.read_past_caches():
+                    raise
+                logger.warning("reading again, bypassing the daemon's cache: %s", error)
+                waiting = do(fetch)
+            steps = (destinations.place,)
 
     def _place(self, plan: RestorePlan, session: RestoreSession) -> None:
         session.enter(Phase.PLACING)

@@ -34,6 +34,8 @@ from ckptstore.values import Value
 
 Globs = str | Iterable[str] | Mapping[str, bool]
 """A pattern of names, or several; of a mapping those that are true."""
+Cast = bool | Mapping[str, Callable[[Any], Any]]
+"""Whether types are converted; or the functions that make the tensor subclasses here of plain tensors, by pattern."""
 Shape = tuple[int, ...]
 _WRAPPER = re.compile(
     r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\."
@@ -62,10 +64,10 @@ class Surgery:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     grow: tuple[str, ...] = ()
-    cast: bool = False
+    cast: Cast = False
 
     @staticmethod
-    def of(rename: Mapping[str, str] | None, only: Globs, skip: Globs, grow: Globs, cast: bool) -> Surgery:
+    def of(rename: Mapping[str, str] | None, only: Globs, skip: Globs, grow: Globs, cast: Cast) -> Surgery:
         """Patterns without an item are of every module. Raises InvalidRequest."""
         rules = dict[str, str]()
         for old, new in (rename or {}).items():
@@ -74,6 +76,12 @@ class Surgery:
                 raise InvalidRequest(f"{old!r} and {new!r} differ in the number of * or in the item", "Use as many")
             rules[before] = after
         return Surgery(rules, _globs(only), _globs(skip), _globs(grow), cast)
+
+    def make(self, item: str, name: str) -> Any:
+        """The function of `cast` for a name here. A pattern that matches nothing is not refused: a stage has only some
+        of the objects, and a tensor that no function makes is a mismatch."""
+        made = self.cast if isinstance(self.cast, Mapping) else {}
+        return next((make for one, make in made.items() if _any(_globs(one), _paths(item, [name]))), None)
 
     def match(
         self, saved: Mapping[str, Mapping[str, JSON]], state: TrainState, saved_as: Callable[[JSON], tuple[str, Shape]]

@@ -24,7 +24,6 @@ from ckpt.restoring.host_destinations import HostDestinations
 from ckpt.restoring.jax_arrays import has_templates, plan_arrays
 from ckpt.restoring.plan import RankState, RestorePlan, Surgery, share_out
 from ckptstore.format.documents import JSON, REPLICAS, Content, Manifest
-from ckptstore.format.planning import plan_reads
 from ckptstore.format.trees import in_types_of, merge_trees
 from ckptstore.reading.assets import ASSETS
 from ckptstore.reading.source import Source, read_all_local, read_local
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 class PreparedRestore:
     """One checkpoint for the objects of this rank.
 
-    `manifest`, `plan` and `reads` are there after the steps that make them.
+    `manifest` and `plan` are there after the steps that make them.
     """
 
     _source: Source
@@ -95,9 +94,8 @@ class PreparedRestore:
         if self._rng:
             plan.finish.append(lambda: restore_rng(plan.restore_rng, others.values()))
         plan.mismatched += plan.destinations.clashes(self._source, self._fetcher.checkpoint)
-        content = plan.destinations.cast_content()
         plan.destinations.allocate()
-        self.plan, self.reads = plan, plan_reads(content, plan.destinations.wants())
+        self.plan = plan
 
 
 def restore_rng(restore: Callable[[], None] | None, loaders: Iterable[object]) -> None:

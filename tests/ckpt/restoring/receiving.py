@@ -12,7 +12,6 @@ from ckpt.capture.parts import TensorPart, TensorPiece
 from ckpt.device import Mark
 from ckpt.restoring import gpu_copy
 from ckpt.restoring.destinations import Destinations
-from ckptstore.format.planning import plan_reads
 from ckptstore.names import Reference
 from ckptstore.reading.fetch import fetch
 from ckptstore.reading.source import StoreSource, read_manifest
@@ -67,9 +66,8 @@ def check_slices(store: str, step: int, name: str, whole: torch.Tensor, device: 
     destinations = Destinations(content)
     destinations.fill(f"model/{name}", TensorPart(tuple(whole.shape), torch.float32, tuple(pieces)))
     destinations.allocate()
-    reads = plan_reads(content, destinations.wants())
-    with destinations.receiving(reads) as buffers:
-        fetch(source, checkpoint, reads, buffers)
+    with destinations.receiving() as buffers:
+        fetch(source, checkpoint, destinations.reads, buffers)
     destinations.place()
     assert torch.equal(columns[:, 50:], whole[:, 3:53])
     assert columns[:, :50].eq(0).all()

@@ -3,7 +3,9 @@ and the table of what did not match."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import gc
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,11 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from ckpt import Checkpointer
 from ckpt.capture import modules
-from ckptstore.errors import InvalidRequest, StateMismatch
+from ckpt.capture.parts import elements
+from ckpt.capture.tensors import tensor_bytes
+from ckpt.restoring import destinations
+from ckptstore.errors import CorruptObject, InvalidRequest, RestoreFailed, StateMismatch
+from tests.support.checkpoints import flip
 from tests.support.parallel.runner import Scenario, run_scenario
 from tests.support.waiting import present
 
@@ -346,40 +352,203 @@ def test_float8_parameters_are_filled_by_rounding(dtype: torch.dtype, checkpoint
     assert torch.equal(other.a, new.a.float())
 
 
-@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_weights_that_torchao_quantized(kind: str, checkpointer: Checkpointer) -> None:
-    """They restore bit for bit into a model quantized alike. Other models are refused by name, and
-    quantized after the restore, layer by layer."""
-    quantization = pytest.importorskip("torchao.quantization")
-    config = getattr(quantization, kind)
+CONFIGURATIONS: dict[str, Callable[[Any], Any]] = {
+    "int8": lambda q: q.Int8WeightOnlyConfig(),
+    "int8 of the whole": lambda q: q.Int8WeightOnlyConfig(granularity=q.PerTensor()),
+    "float8": lambda q: q.Float8WeightOnlyConfig(),
+    "int8, activations too": lambda q: q.Int8DynamicActivationInt8WeightConfig(),
+    "int4 in groups": lambda q: q.IntxWeightOnlyConfig(torch.int4, q.PerGroup(16)),  # type: ignore[attr-defined]
+    "asymmetric": lambda q: q.IntxWeightOnlyConfig(mapping_type=q.MappingType.ASYMMETRIC),
+}
+"""What torchao can make on a CPU."""
 
-    def model(seed: int, quantized: bool) -> nn.Sequential:
-        torch.manual_seed(seed)
-        made = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16))
-        if quantized:
-            quantization.quantize_(made, config())
-        return made
 
-    def inner(module: Any) -> list[torch.Tensor]:
-        weights = [getattr(layer.weight, name) for layer in module for name in ("qdata", "scale")]
-        return [*weights, *(layer.bias for layer in module)]
+class Quantizer:
+    """torchao's `quantize_`: of a model or, called, of one weight."""
 
-    plain, alike, other = model(1, False), model(1, True), model(2, True)
-    checkpointer.save(alike, None, 1)
-    checkpointer.restore(other)
-    assert same(inner(other), inner(alike))
+    def __init__(self, name: str) -> None:
+        self._library = pytest.importorskip("torchao.quantization")
+        self._configuration = CONFIGURATIONS[name](self._library)
+        self.largest: list[float] = []
+        """Of the elements of each weight that it was called with."""
+
+    def quantize(self, model: nn.Module) -> Any:
+        self._library.quantize_(model, self._configuration)
+        return model
+
+    def __call__(self, weight: torch.Tensor) -> Any:
+        self.largest.append(weight.abs().max().item())
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        return self.quantize(layer).weight
+
+
+def linears(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32)).to(dtype)
+
+
+def in_memory(model: nn.Module) -> list[torch.Tensor]:
+    """All plain tensors in the memory of a model."""
+    named = model.named_parameters(remove_duplicate=False)
+    return [plain.detach() for _, one in named for plain in elements(one).values()]
+
+
+def places(model: nn.Module) -> list[Any]:
+    return [*map(id, model.parameters()), *((one.data_ptr(), one.dtype) for one in in_memory(model))]
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_quantized_model_gets_what_quantizing_the_restored_one_gives(
+    name: str, there: torch.dtype, here: torch.dtype, checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, in one piece or one weight at a time, under other names, whole or in stages."""
+    quantizer, plain, other = Quantizer(name), linears(1, there), Quantizer(name).quantize(linears(2, here))
+    checkpointer.save(nn.ModuleDict({"old": plain}), None, 1)
+    checkpointer.save(plain, None, 2, table=torch.ones(3))
+    wanted, before = in_memory(quantizer.quantize(linears(1, there).to(here))), places(other)
+    rename, cast = {"old.*": "*"}, {"model/*.weight": quantizer}
+    restored = present(checkpointer.restore(other, checkpoint=1, rename=rename, cast=cast, strict="report"))
+    assert rows_of(restored) == ()
+    assert same(in_memory(other), wanted)
+    for one in in_memory(other):
+        one.zero_()
+    with monkeypatch.context() as patched, checkpointer.restore_in_stages(cast=cast) as stages:
+        patched.setattr(destinations, "CAST_ELEMENTS", 1)
+        stages.model(other)
+        table = present(stages.extras(table=torch.zeros(3))).values["table"]
+    assert torch.equal(table, torch.ones(3))
+    assert same(in_memory(other), wanted)
+    assert places(other) == before
+    other(torch.zeros(1, 64, dtype=here))
+    assert [*map(bool, quantizer.largest)] == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 3, "trials, then values"
+
+
+def test_what_no_function_makes_is_refused_by_name(checkpointer: Checkpointer) -> None:
+    """Before anything is changed: there is none, or it makes another kind of tensor, by its class or options."""
+    quantizer, others = Quantizer("int8"), [Quantizer(name) for name in ("float8", "int8, activations too")]
+    model = quantizer.quantize(linears(2))
+    checkpointer.save(linears(1), None, 1)
+    before = [one.clone() for one in in_memory(model)]
+    for cast in (False, True, {"0.weight": quantizer}, {"head.*": quantizer}):
+        with pytest.raises(StateMismatch, match=r"model/1\.weight: not a Int8Tensor of qdata, scale, zero") as caught:
+            checkpointer.restore(model, cast=cast)
+        assert "nothing was changed" in caught.value.hint
+    makes: list[Callable[[Any], Any]] = [*others, lambda weight: weight, lambda _: None]
+    for make in makes:
+        with pytest.raises(StateMismatch, match=r"model/1\.weight: the function of cast= makes another kind"):
+            checkpointer.restore(model, strict=False, cast={"1.weight": make, "*": quantizer})
+    with pytest.raises(RestoreFailed, match=r"cannot restore: .*no such kernel"):
+        checkpointer.restore(model, cast={"*": raising})
+    assert same(in_memory(model), before)
+    assert set(quantizer.largest) == {0.0}
+    restored = present(checkpointer.restore(model, cast={"0.*": quantizer}, strict="report"))
+    assert [row[0] for row in restored.differences] == ["model/1.weight", "model/2.weight"]
+    wanted = in_memory(quantizer.quantize(linears(1)))
+    assert same(in_memory(model)[:4], wanted[:4])
+    assert same(in_memory(model)[4:7], before[4:7])
+    model[0].weight = quantizer(torch.zeros(32, 65))
+    with pytest.raises(StateMismatch, match=r"model/0\.weight: not a"):
+        checkpointer.restore(model, cast={"*": quantizer})
+
+
+def raising(weight: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("no such kernel")
+
+
+def test_a_function_that_makes_another_kind_of_the_values_is_an_error(checkpointer: Checkpointer) -> None:
+    first, second = Quantizer("int8"), Quantizer("float8")
+
+    def either(weight: torch.Tensor) -> Any:
+        return second(weight) if weight.any() else first(weight)
+
+    model = first.quantize(linears(2))
+    checkpointer.save(linears(1), None, 1)
+    with pytest.raises(StateMismatch, match=r"model/0\.weight: the function of cast= makes another kind") as caught:
+        checkpointer.restore(model, cast={"*": either})
+    assert "build the objects again" in caught.value.hint
+
+
+def test_tied_weights_are_made_of_one_entry(checkpointer: Checkpointer) -> None:
+    quantizer, plain = Quantizer("int8"), linears(1)
+    tied = quantizer.quantize(linears(2))
+    tied[2].weight = tied[1].weight
+    checkpointer.save(plain, None, 1)
+    with pytest.raises(StateMismatch, match=r"model/2\.weight: not a"):
+        checkpointer.restore(tied, cast={"*": quantizer})
+    plain[2].weight = plain[1].weight
     checkpointer.save(plain, None, 2)
-    with pytest.raises(StateMismatch, match=r"model/0\.weight: not a \w+Tensor of qdata, scale"):
-        checkpointer.restore(other, cast=True)
-    assert same(inner(other), inner(alike)), "nothing was changed"
+    checkpointer.restore(tied, cast={"*": quantizer})
+    assert same(in_memory(tied), in_memory(quantizer.quantize(plain)))
+
+
+def test_a_damaged_weight_gives_way_to_the_checkpoint_before(
+    checkpointer: Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the last round, when others have been made. Nothing of the damaged one stays."""
+    monkeypatch.setattr(destinations, "CAST_ELEMENTS", 1)
+    quantizer, older, newer = Quantizer("int8"), linears(1), linears(3)
+    checkpointer.save(older, None, 1)
+    checkpoint = checkpointer.save(newer, None, 2)
+    values = bytes(tensor_bytes(next(newer[2].parameters()).detach()))
+    (shard,) = [path for path in tmp_path.rglob("*") if path.is_file() and values in path.read_bytes()]
+    flip(shard, shard.read_bytes().index(values) + 5)
+    model = quantizer.quantize(linears(2))
+    restored = present(checkpointer.restore(model, cast={"*": quantizer}))
+    assert (restored.step, [id for id, _ in restored.skipped]) == (1, [checkpoint.id])
+    assert same(in_memory(model), in_memory(quantizer.quantize(older)))
+    with pytest.raises(CorruptObject):
+        checkpointer.restore(model, checkpoint=2, cast={"*": quantizer})
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8 of PyTorch"])
+def test_memory_for_what_is_converted_is_bounded(kind: str, tmp_path: Path) -> None:
+    """The peak of a process that restores 192 MiB in rounds of 16 MiB."""
+    arguments = {"store": str(tmp_path / "store"), "quantized": kind == "int8"}
+    (found,) = run_scenario(Scenario(f"{__name__}:converted", 1, arguments), tmp_path / "scenario")
+    assert found["equal"]
+    assert found["peak"] < 96 << 20, found
+
+
+def converted(store: str, quantized: bool) -> dict[str, Any]:
+    def made(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(48)))
+
+    def quantize(model: nn.Module) -> nn.Module:
+        return quantizer.quantize(model) if quantized else model.to(torch.float8_e4m3fn)
+
+    quantizer = Quantizer("int8")
+    destinations.CAST_ELEMENTS = 4 << 20
+    with Checkpointer(store, run="r", retain_snapshot_s=0) as run:
+        run.save(made(1), None, 1)
+    gc.collect()
     with torch.device("meta"):
-        large = model(3, False)
-    for name, layer in large.named_children():
-        prefix = f"model/{name}."
-        weights = checkpointer.load(2, names=f"{prefix}*")
-        layer.load_state_dict({key.removeprefix(prefix): value for key, value in weights.items()}, assign=True)
-        quantization.quantize_(layer, config())
-    assert same(inner(large), inner(alike))
+        model = made(2).requires_grad_(False)
+    for layer in model.children():
+        quantize(layer.to_empty(device="cpu"))
+    with Checkpointer(store, run="r") as run:
+        quantizer(torch.zeros(1024, 1024))
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before is no room for what is made now
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = _memory("VmRSS")
+        run.restore(model, cast={"*": quantizer})
+        peak = _memory("VmHWM") - before
+    wanted = in_memory(quantize(made(1).requires_grad_(False)))
+    return {
+        "equal": same([x.view(torch.uint8) for x in in_memory(model)], [x.view(torch.uint8) for x in wanted]),
+        "peak": peak,
+    }
+
+
+def _memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field))) << 10
 
 
 @pytest.mark.parametrize(("first", "second", "fits"), [(0.1, 0.1, True), (0.1, 0.2, False)])
@@ -467,13 +636,25 @@ def test_two_ranks_of_sharded_models_rename_and_grow(tmp_path: Path) -> None:
     scenario = Scenario(f"{__name__}:in_ranks", 2, {"store": str(tmp_path / "store")})
     assert (
         run_scenario(scenario, tmp_path / "scenario")
-        == [{"net.a": True, "net.b": True, "embed": True, "parts": True}] * 2
+        == [{"net.a": True, "net.b": True, "embed": True, "parts": True, "quantized": True}] * 2
     )
 
 
 def in_ranks(store: str) -> dict[str, bool]:
     rank = torch.distributed.get_rank()
-    return resharded(store, rank) | {"parts": own_parts(f"{store}-parts", rank)}
+    own = {"parts": own_parts(f"{store}-parts", rank), "quantized": quantized_in_ranks(f"{store}-int8", rank)}
+    return resharded(store, rank) | own
+
+
+def quantized_in_ranks(store: str, rank: int) -> bool:
+    """Both have the first layer; one has more, and so more rounds. What both read, one of them reads."""
+    quantizer = Quantizer("int8")
+    destinations.CAST_ELEMENTS = 1
+    with Checkpointer(store, run="r", writer="thread", replica_reads="broadcast") as run:
+        run.save(linears(1)[: 1 + 2 * rank], None, 1)
+        model = quantizer.quantize(linears(2 + rank))[: 1 + 2 * rank]
+        run.restore(model, cast={"*": quantizer})
+    return same(in_memory(model), in_memory(quantizer.quantize(linears(1))[: 1 + 2 * rank]))
 
 
 def own_parts(store: str, rank: int) -> bool:
