@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-import typer
-
 from ckptapi.bodies import CheckpointBody
 from ckptapi.remote_create import with_remote_create
-from ckptctl.commands.arguments import ChosenArgument, DryRunOption
+from ckptctl.commands.arguments import ChosenArgument, DryRunOption, an_option
 from ckptctl.commands.fleet import in_units
 from ckptctl.commands.listing import show_meant
 from ckptctl.session import Session
@@ -29,8 +27,8 @@ from ckptstore.tiers.copying import Copied, copy_checkpoint
 def copy_checkpoints(
     session: Session,
     which: ChosenArgument = None,
-    to: Annotated[str, typer.Option("--to", metavar="STORE", help="The other store: a path, file://, s3://, ...")] = "",
-    name: Annotated[str | None, typer.Option("--as", metavar="RUN", help="Name of the run there.")] = None,
+    to: Annotated[str, an_option("The other store: a path, file://, s3://, ...", "STORE")] = "",
+    name: Annotated[str | None, an_option("Name of the run there.", "RUN", "--as")] = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Copy checkpoints to another store; RUN copies all committed ones of a run, oldest first.

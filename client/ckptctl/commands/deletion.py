@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-import typer
-
 from ckptapi.bodies import MAX_PAGE, CheckpointBody
-from ckptctl.commands.arguments import DryRunOption, ReasonOption, RunArgument, YesOption, a_checkpoint
+from ckptctl.commands.arguments import (
+    DryRunOption,
+    ReasonOption,
+    RunArgument,
+    YesOption,
+    a_checkpoint,
+    a_flag,
+    an_argument,
+    an_option,
+)
 from ckptctl.commands.listing import short_id, show_meant
 from ckptctl.render import Block, Table
 from ckptctl.session import Session
@@ -25,13 +32,11 @@ def remove(
         list[str],
         a_checkpoint("One or more checkpoints, or runs with --all; * and ? are wildcards: 'gpt@1*'.", "RUN@STEP|RUN"),
     ],
-    grace: Annotated[
-        str, typer.Option(metavar="TIME", help="Time until their data is deleted; undelete works until then.")
-    ] = "24h",
+    grace: Annotated[str, an_option("Time until their data is deleted; undelete works until then.", "TIME")] = "24h",
     reason: ReasonOption = "",
-    everything: Annotated[bool, typer.Option("--all", help="Delete all checkpoints of the runs.")] = False,
+    everything: Annotated[bool, a_flag("Delete all checkpoints of the runs.", "--all")] = False,
     dry_run: DryRunOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Delete even the newest checkpoint of a run.")] = False,
+    force: Annotated[bool, a_flag("Delete even the newest checkpoint of a run.", "--force")] = False,
     yes: YesOption = False,
 ) -> None:
     """Delete checkpoints, even if a policy keeps them.
@@ -90,9 +95,8 @@ def undelete(
     session: Session,
     checkpoint: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN@STEP|RUN",
-            help="The checkpoint. Otherwise the deletions of runs are listed; * and ? are wildcards.",
+        an_argument(
+            "The checkpoint. Otherwise the deletions of runs are listed; * and ? are wildcards.", "RUN@STEP|RUN"
         ),
     ] = None,
     reason: ReasonOption = "",
@@ -123,10 +127,7 @@ def collect_garbage(
     run: RunArgument = None,
     grace: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME",
-            help="On a store: keep unfinished saves that wrote within this time: 90s, 30m.  [default: 24h]",
-        ),
+        an_option("On a store: keep unfinished saves that wrote within this time: 90s, 30m.  [default: 24h]", "TIME"),
     ] = None,
 ) -> None:
     """Delete data that is due, and finish what crashes left behind.
@@ -154,7 +155,7 @@ def _collected_blocks(reports: Sequence[CollectReport]) -> Iterator[Block]:
 def audit(
     session: Session,
     run: RunArgument = None,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, metavar="N", help="Show the newest N of each run.")] = 100,
+    limit: Annotated[int, an_option("Show the newest N of each run.", "N", min=1, max=MAX_PAGE)] = 100,
 ) -> None:
     """Show the audit log, newest first: who deleted, undeleted, swept or pinned which checkpoints.
 

@@ -6,10 +6,9 @@ import time
 from collections.abc import Collection
 from typing import Annotated
 
-import typer
-
 from ckpt.saver.presence import SaverState, describe, savers
 from ckpt.saver.presence import drain as wait_for_savers
+from ckptctl.commands.arguments import an_argument, an_option
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.errors import InvalidRequest, PartlyDone
@@ -20,8 +19,8 @@ _NOTE_EVERY_S = 2.0
 
 def drain(
     session: Session,
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Only savers of this run.")] = None,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Wait at most this long.")] = 25.0,
+    run: Annotated[str | None, an_argument("Only savers of this run.", "RUN")] = None,
+    timeout: Annotated[float, an_option("Wait at most this long.", "SECONDS")] = 25.0,
 ) -> None:
     """Wait until the savers of this host are done: what trainers have saved is durable. For preStop hooks and epilogs.
 

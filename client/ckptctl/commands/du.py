@@ -6,10 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated
 
-import typer
-
 from ckptapi.listing import is_glob
-from ckptctl.commands.arguments import a_checkpoint
+from ckptctl.commands.arguments import a_checkpoint, an_option
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
@@ -50,9 +48,7 @@ def show_usage(
         str | None,
         a_checkpoint("A run, with * and ? as wildcards, or one checkpoint."),
     ] = None,
-    depth: Annotated[
-        int, typer.Option("--depth", "-d", min=1, max=64, metavar="N", help="Segments of the names of parts.")
-    ] = 1,
+    depth: Annotated[int, an_option("Segments of the names of parts.", "N", "--depth", "-d", min=1, max=64)] = 1,
 ) -> None:
     """Show what the bytes of runs belong to, by state; or those of one checkpoint, by part of its state.
 

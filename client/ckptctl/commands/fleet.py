@@ -15,8 +15,8 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import msgspec
-import typer
 
+from ckptctl.commands.arguments import a_flag, an_option
 from ckptctl.commands.struct_options import shown_as
 from ckptctl.output import Output
 from ckptctl.render import Block, Screen
@@ -64,16 +64,16 @@ spec:
 _ADDED: dict[str, Any] = {
     "on": Annotated[
         str | None,
-        typer.Option(
-            metavar="ENGINE",
-            help="local:8, dask://HOST:8786, ray://HOST:10001; slurm:PARTITION[:PARTS] and k8s:NAMESPACE[:PARTS] "
-            "submit a job, or print it.",
+        an_option(
+            (
+                "local:8, dask://HOST:8786, ray://HOST:10001; slurm:PARTITION[:PARTS] and k8s:NAMESPACE[:PARTS] "
+                "submit a job, or print it."
+            ),
+            "ENGINE",
         ),
     ],
-    "part": Annotated[
-        str | None, typer.Option(metavar="I/N", help="Only this part; auto: by a Slurm array or an Indexed Job.")
-    ],
-    "dry_run": Annotated[bool, typer.Option("--dry-run", help="Only show units, bytes and an estimate.")],
+    "part": Annotated[str | None, an_option("Only this part; auto: by a Slurm array or an Indexed Job.", "I/N")],
+    "dry_run": Annotated[bool, a_flag("Only show units, bytes and an estimate.", "--dry-run")],
 }
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 
 from ckpt.foreign import importing
 from ckpt.foreign.exporting import (
@@ -30,7 +29,7 @@ from ckpt.foreign.exporting import (
 from ckpt.foreign.importing import ForeignFormat
 from ckpt.foreign.parts import ForeignSlice, ForeignState
 from ckptapi.remote_create import with_remote_create
-from ckptctl.commands.arguments import a_checkpoint
+from ckptctl.commands.arguments import a_checkpoint, a_flag, an_argument, an_option
 from ckptctl.commands.fleet import in_units
 from ckptctl.render import Table, printable
 from ckptctl.session import Session
@@ -92,25 +91,22 @@ def export(
     ],
     to: Annotated[
         Path,
-        typer.Option(
-            "--to",
-            metavar="PATH",
-            help="Output path; the suffixes .safetensors and .pt set the format. For several: {run} and {step} in it.",
+        an_option(
+            "Output path; the suffixes .safetensors and .pt set the format. For several: {run} and {step} in it.",
+            "PATH",
         ),
     ],
-    format: Annotated[
-        FileFormat | None, typer.Option("--format", help="Required if the suffix does not set it.")
-    ] = None,
+    format: Annotated[FileFormat | None, an_option("Required if the suffix does not set it.")] = None,
     names: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Only entries whose name matches, for example 'model/*'.")
+        str | None, an_option("Only entries whose name matches, for example 'model/*'.", "PATTERN")
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Maximum file size in a Hugging Face folder, for example 5GB or 500MB.")
+        str, an_option("Maximum file size in a Hugging Face folder, for example 5GB or 500MB.", "SIZE")
     ] = "5GB",
     dtype: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Round float32 tensors to bfloat16 or float16 (safetensors).")
+        str | None, an_option("Round float32 tensors to bfloat16 or float16 (safetensors).", "TYPE")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file if it exists.")] = False,
+    force: Annotated[bool, a_flag("Replace the file if it exists.", "--force", "-f")] = False,
 ) -> None:
     """Write a checkpoint to a .safetensors or .pt file, or to a folder for Hugging Face or torch's DCP.
 
@@ -180,12 +176,12 @@ def _destinations(session: Session, which: Sequence[str], to: Path) -> dict[Path
 
 def import_checkpoint(
     session: Session,
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or folder on this machine.")],
-    to: Annotated[str, typer.Argument(metavar="RUN@STEP", help="The new checkpoint: RUN@STEP.")],
-    format: Annotated[ForeignFormat | None, typer.Option("--format", help="Required if it cannot be detected.")] = None,
+    path: Annotated[Path, an_argument("A file or folder on this machine.", "PATH")],
+    to: Annotated[str, an_argument("The new checkpoint: RUN@STEP.", "RUN@STEP")],
+    format: Annotated[ForeignFormat | None, an_option("Required if it cannot be detected.")] = None,
     item: Annotated[
         str,
-        typer.Option(metavar="NAME", help="The name of the item if the state is not a dict of items."),
+        an_option("The name of the item if the state is not a dict of items.", "NAME"),
     ] = "model",
 ) -> None:
     """Import a torch.save file, safetensors (a file, an index, or their folder), or a folder of DCP, DeepSpeed,
@@ -221,10 +217,10 @@ def import_checkpoint(
 def merge(
     session: Session,
     checkpoints: Annotated[list[str], a_checkpoint("Two or more checkpoints, in order.", "RUN[@STEP]...")],
-    to: Annotated[str, typer.Option(metavar="RUN[@STEP]", help="The new one; by default with their largest step.")],
-    weights: Annotated[str, typer.Option(metavar="X,X,...", help="Their shares, as 1,2,1; equal by default.")] = "",
+    to: Annotated[str, an_option("The new one; by default with their largest step.", "RUN[@STEP]")],
+    weights: Annotated[str, an_option("Their shares, as 1,2,1; equal by default.", "X,X,...")] = "",
     ema: Annotated[
-        float | None, typer.Option(min=0, max=1, metavar="DECAY", help="Exponential average in this order, as 0.999.")
+        float | None, an_option("Exponential average in this order, as 0.999.", "DECAY", min=0, max=1)
     ] = None,
 ) -> None:
     """Average the models of checkpoints, by name, and save the result as a checkpoint without an optimizer.

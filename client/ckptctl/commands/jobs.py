@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
-import typer
 
 from ckptapi.bodies import JobBody, JobState
-from ckptctl.commands.arguments import NewestOption
+from ckptctl.commands.arguments import NewestOption, a_flag, an_argument
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
 from ckptstore import human
@@ -27,9 +26,9 @@ _STYLES = {
 
 def jobs(
     session: Session,
-    id: Annotated[str | None, typer.Argument(metavar="JOB", help="Show this job with its log.")] = None,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the job.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job has ended.")] = False,
+    id: Annotated[str | None, an_argument("Show this job with its log.", "JOB")] = None,
+    cancel: Annotated[bool, a_flag("Cancel the job.", "--cancel")] = False,
+    wait: Annotated[bool, a_flag("Wait until the job has ended.", "--wait", "-w")] = False,
     limit: NewestOption = 20,
 ) -> None:
     """Show the jobs of a daemon: verifications and collections."""

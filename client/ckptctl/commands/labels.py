@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
-
 from ckptapi.bodies import CheckpointBody
 from ckptapi.listing import is_glob
-from ckptctl.commands.arguments import CheckpointArgument, DryRunOption, ReasonOption, a_checkpoint
+from ckptctl.commands.arguments import (
+    CheckpointArgument,
+    DryRunOption,
+    ReasonOption,
+    a_checkpoint,
+    a_flag,
+    an_argument,
+    an_option,
+)
 from ckptctl.commands.listing import checkpoint_facts, show_meant
 from ckptctl.render import Block, Table
 from ckptctl.session import Session
@@ -25,8 +31,8 @@ def pin(
         str | None,
         a_checkpoint("The checkpoint; RUN for its newest one; * and ? are wildcards. Without NAME: the runs to list."),
     ] = None,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the pin, for example: paper.")] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove the pin; a missing one is ignored.")] = False,
+    name: Annotated[str | None, an_argument("Name of the pin, for example: paper.", "NAME")] = None,
+    remove: Annotated[bool, a_flag("Remove the pin; a missing one is ignored.", "--remove")] = False,
     dry_run: DryRunOption = False,
     reason: ReasonOption = "",
 ) -> None:
@@ -73,17 +79,13 @@ def tag(
     checkpoint: CheckpointArgument,
     labels: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME=VALUE|NAME|NAME-", help="Set a tag, or remove it with a trailing '-'."),
+        an_argument("Set a tag, or remove it with a trailing '-'.", "NAME=VALUE|NAME|NAME-"),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            "--metric", "-m", metavar="NAME=NUMBER|NAME-", help="Set a metric, or remove a value that was set here."
-        ),
+        an_option("Set a metric, or remove a value that was set here.", "NAME=NUMBER|NAME-", "--metric", "-m"),
     ] = None,
-    move: Annotated[
-        bool, typer.Option("--move", help="Also remove these tags from all other checkpoints of the run.")
-    ] = False,
+    move: Annotated[bool, a_flag("Also remove these tags from all other checkpoints of the run.", "--move")] = False,
     dry_run: DryRunOption = False,
     reason: ReasonOption = "",
 ) -> None:

@@ -9,11 +9,9 @@ from functools import partial
 from math import inf, isfinite
 from typing import Annotated, NoReturn
 
-import typer
-
 from ckptapi.bodies import CheckpointBody, RunBody
 from ckptapi.listing import Bound, Filter, Sort, Tagged, in_order, is_glob
-from ckptctl.commands.arguments import LocalOption, RunArgument
+from ckptctl.commands.arguments import LocalOption, RunArgument, a_flag, an_option
 from ckptctl.output import Output
 from ckptctl.render import Row, Table
 from ckptctl.session import Session
@@ -25,14 +23,13 @@ from ckptstore.errors import InvalidRequest
 _ORDERS = {"time": "committed_at", "size": "stored_bytes"}
 _MOST_ROWS = 1000
 _LOOK_S = 2.0
-_TIME = "An age (24h, 7d) or a moment (2026-11-22T10:00:00Z)."
-LimitOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Show the first N.")]
+LimitOption = Annotated[int | None, an_option("Show the first N.", "N", min=1)]
 MetricOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME<=NUMBER", help="Only with this metric; also >=. Repeatable."),
+    an_option("Only with this metric; also >=. Repeatable.", "NAME<=NUMBER"),
 ]
-StepOption = Annotated[int | None, typer.Option(min=0, metavar="STEP", help="Limit the steps.")]
-MomentOption = Annotated[str | None, typer.Option(metavar="TIME", help=_TIME)]
+StepOption = Annotated[int | None, an_option("Limit the steps.", "STEP", min=0)]
+MomentOption = Annotated[str | None, an_option("An age (24h, 7d) or a moment (2026-11-22T10:00:00Z).", "TIME")]
 STATE_STYLES = dict.fromkeys(State, "dim") | {State.COMMITTED: "", State.CORRUPT: "red"}
 
 
@@ -40,18 +37,16 @@ def list_checkpoints(
     session: Session,
     run: RunArgument = None,
     limit: LimitOption = None,
-    state: Annotated[list[State] | None, typer.Option("--state", help="Only these states. Repeatable.")] = None,
+    state: Annotated[list[State] | None, an_option("Only these states. Repeatable.")] = None,
     metric: MetricOption = None,
-    tag: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only with this tag. Repeatable.")
-    ] = None,
+    tag: Annotated[list[str] | None, an_option("Only with this tag. Repeatable.", "NAME[=VALUE]")] = None,
     min_step: StepOption = None,
     max_step: StepOption = None,
     since: MomentOption = None,
     until: MomentOption = None,
-    sort: Annotated[str, typer.Option(metavar="ORDER", help="run, step, time, size, metric:NAME; - descends.")] = "run",
+    sort: Annotated[str, an_option("run, step, time, size, metric:NAME; - descends.", "ORDER")] = "run",
     local: LocalOption = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the table again every 2 s.")] = False,
+    watch: Annotated[bool, a_flag("Show the table again every 2 s.", "--watch", "-w")] = False,
 ) -> None:
     """List checkpoints by run, newest step first, or those that RUN@STEP names; without RUN and conditions, the runs.
 

@@ -13,11 +13,10 @@ from importlib.metadata import version as installed_version
 from typing import Annotated
 from urllib.parse import quote
 
-import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from ckptapi.opening import open_source
-from ckptctl.commands.arguments import a_checkpoint
+from ckptctl.commands.arguments import a_checkpoint, a_flag, an_argument, an_option
 from ckptctl.profiles import load_profiles, save_profile
 from ckptctl.render import Table
 from ckptctl.session import Session
@@ -28,8 +27,8 @@ from ckptstore.names import check_run
 
 def login(
     session: Session,
-    url: Annotated[str | None, typer.Argument(metavar="URL", help="The daemon; by default --url.")] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the profile.")] = "default",
+    url: Annotated[str | None, an_argument("The daemon; by default --url.", "URL")] = None,
+    name: Annotated[str, an_option("Name of the profile.", "NAME")] = "default",
 ) -> None:
     """Check a token, and store it with the daemon's address as a profile.
 
@@ -65,7 +64,7 @@ def open_page(
         str | None,
         a_checkpoint("The page of a run or checkpoint; without it, the list of runs."),
     ] = None,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Only print the address.")] = True,
+    browser: Annotated[bool, a_flag("Only print the address.", "--browser/--no-browser")] = True,
 ) -> None:
     """Open the dashboard of a daemon in a browser, and print its address.
 
@@ -133,7 +132,7 @@ def version(session: Session) -> None:
     session.screen.emit({"ckptctl": mine, "daemon": daemon}, [mine], [facts])
 
 
-def completion(shell: Annotated[Shell, typer.Argument(help="bash, zsh or fish.")]) -> None:
+def completion(shell: Annotated[Shell, an_argument("bash, zsh or fish.")]) -> None:
     """Print the completion script of a shell, for commands, runs and checkpoints."""
     print(get_completion_script(prog_name="ckptctl", complete_var="_CKPTCTL_COMPLETE", shell=shell.value))
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 
-from ckptctl.commands.arguments import a_checkpoint
+from ckptctl.commands.arguments import a_checkpoint, an_option
 from ckptctl.commands.struct_options import with_options
 from ckptctl.completion import run_names
 from ckptctl.render import Block, Table, write_file
@@ -42,26 +41,21 @@ _MEASURED = 5
 
 FromOption = Annotated[
     str | None,
-    typer.Option(
+    an_option(
+        "Plan for this run: contents of its newest checkpoint, and what its saves cost so far.",
+        "RUN",
         "--from",
-        metavar="RUN",
-        help="Plan for this run: contents of its newest checkpoint, and what its saves cost so far.",
         autocompletion=run_names,
     ),
 ]
-SafetensorsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A safetensors file, or a folder of them.")
-]
+SafetensorsOption = Annotated[Path | None, an_option("A safetensors file, or a folder of them.", "FILE")]
 MeasureOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="STORE",
-        help="Measure what one rank writes and reads, with real objects that are removed again.",
-    ),
+    an_option("Measure what one rank writes and reads, with real objects that are removed again.", "STORE"),
 ]
 PlotOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE.svg", help="Draw the training time ratio over the interval."),
+    an_option("Draw the training time ratio over the interval.", "FILE.svg"),
 ]
 
 
@@ -70,10 +64,10 @@ def plan(
     session: Session,
     checkpoint: Annotated[str | None, a_checkpoint("Plan for the contents of this checkpoint.")] = None,
     from_run: FromOption = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="A Hugging Face config.json.")] = None,
+    config: Annotated[Path | None, an_option("A Hugging Face config.json.", "FILE")] = None,
     safetensors: SafetensorsOption = None,
     measure: MeasureOption = None,
-    measure_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that --measure writes.")] = "256MB",
+    measure_size: Annotated[str, an_option("Bytes that --measure writes.", "SIZE")] = "256MB",
     plot: PlotOption = None,
     rules: Any = None,
     options: Any = None,

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from ckptapi.listing import is_glob
-from ckptctl.commands.arguments import NewestOption
+from ckptctl.commands.arguments import NewestOption, an_argument, an_option
 from ckptctl.commands.struct_options import with_options
 from ckptctl.render import Table
 from ckptctl.session import Session
@@ -98,9 +98,9 @@ def _in_numbers(value: Any) -> Any:
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
 ExpectOption = Annotated[
     int | None,
-    typer.Option(metavar="VERSION", help="Fail unless this version is in force."),
+    an_option("Fail unless this version is in force.", "VERSION"),
 ]
-HistoryReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Reason, for the history.")]
+HistoryReasonOption = Annotated[str, an_option("Reason, for the history.", "TEXT")]
 
 
 group = typer.Typer(
@@ -116,7 +116,7 @@ group = typer.Typer(
 @group.command("show")
 def show(
     session: Session,
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run: show the rules that apply to it.")] = None,
+    run: Annotated[str | None, an_argument("A run: show the rules that apply to it.", "RUN")] = None,
 ) -> None:
     """Show the policies in force, as a file for policy apply, and which runs they prune or are blocked for.
 
@@ -141,7 +141,7 @@ def show(
 @group.command("apply", epilog=_EPILOG)
 def apply(
     session: Session,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML; - for standard input.")],
+    file: Annotated[Path, an_argument("YAML; - for standard input.", "FILE")],
     expect: ExpectOption = None,
     reason: HistoryReasonOption = "",
 ) -> None:
@@ -163,10 +163,7 @@ def change_rules(
     session: Session,
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="A run, or a pattern with * and ?: set its rules, not the default ones.",
-        ),
+        an_argument("A run, or a pattern with * and ?: set its rules, not the default ones.", "RUN"),
     ] = None,
     rules: Any = None,
     reason: HistoryReasonOption = "",

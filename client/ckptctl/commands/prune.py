@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
-import typer
-
 from ckptapi.bodies import PruneBody
-from ckptctl.commands.arguments import RunArgument, YesOption
+from ckptctl.commands.arguments import RunArgument, YesOption, a_flag, an_option
 from ckptctl.commands.fleet import in_units
 from ckptctl.commands.listing import STATE_STYLES, short_id
 from ckptctl.commands.struct_options import with_options
@@ -30,11 +28,11 @@ def prune(
     rules: Any = None,
     grace: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Time until the data is deleted; undelete works until then.  [default: 24h]"),
+        an_option("Time until the data is deleted; undelete works until then.  [default: 24h]", "TIME"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which checkpoints stay and which go.")] = False,
+    dry_run: Annotated[bool, a_flag("Only show which checkpoints stay and which go.", "--dry-run")] = False,
     yes: YesOption = False,
-    force: Annotated[bool, typer.Option("--force", help="With --yes: even if it deletes nearly all of a run.")] = False,
+    force: Annotated[bool, a_flag("With --yes: even if it deletes nearly all of a run.", "--force")] = False,
 ) -> None:
     """Delete old checkpoints.
 

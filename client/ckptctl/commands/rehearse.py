@@ -16,10 +16,10 @@ from subprocess import DEVNULL, STDOUT, Popen
 from typing import Annotated, NamedTuple
 
 import msgspec
-import typer
 
 from ckpt.host.rehearsal import Event, Plan
 from ckpt.saver.presence import savers
+from ckptctl.commands.arguments import an_argument, an_option
 from ckptctl.output import Unhealthy
 from ckptctl.render import Block, Table
 from ckptctl.session import Session
@@ -137,11 +137,11 @@ class _Life(NamedTuple):
 
 def rehearse(
     session: Session,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The program, as it is started.")],
-    kills: Annotated[int, typer.Option(min=1, metavar="N", help="How often to kill it.")] = 5,
-    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="The processes that torchrun is to start.")] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", help="Chooses other moments.")] = 0,
-    keep: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep its checkpoints and output there.")] = None,
+    command: Annotated[list[str], an_argument("The program, as it is started.", "-- COMMAND...")],
+    kills: Annotated[int, an_option("How often to kill it.", "N", min=1)] = 5,
+    ranks: Annotated[int, an_option("The processes that torchrun is to start.", "N", min=1)] = 1,
+    seed: Annotated[int, an_option("Chooses other moments.", "N")] = 0,
+    keep: Annotated[Path | None, an_option("Keep its checkpoints and output there.", "FOLDER")] = None,
 ) -> None:
     """Prove that a training program resumes exactly: run it twice, then kill and resume it, and compare all by bits.
 

@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated
 
-import typer
-
 from ckptapi.bodies import Phase, RestoreBody, RestoreState
-from ckptctl.commands.arguments import NewestOption
+from ckptctl.commands.arguments import NewestOption, a_flag, an_argument
 from ckptctl.commands.listing import short_id
 from ckptctl.render import Block, Row, Table
 from ckptctl.session import Session
@@ -30,10 +28,10 @@ def show_restores(
     session: Session,
     which: Annotated[
         str | None,
-        typer.Argument(metavar="RUN|RESTORE", help="The sessions of a run, or one session with its ranks."),
+        an_argument("The sessions of a run, or one session with its ranks.", "RUN|RESTORE"),
     ] = None,
     limit: NewestOption = 20,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the sessions until they have ended.")] = False,
+    watch: Annotated[bool, a_flag("Follow the sessions until they have ended.", "--watch", "-w")] = False,
 ) -> None:
     """Show restore sessions: their progress, and the ranks that are behind.
 

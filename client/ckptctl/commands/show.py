@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated
 
-import typer
-
 from ckptapi.bodies import CheckpointBody
-from ckptctl.commands.arguments import CheckpointArgument, LocalOption
+from ckptctl.commands.arguments import CheckpointArgument, LocalOption, an_option
 from ckptctl.commands.listing import checkpoint_facts
 from ckptctl.render import Block, Table
 from ckptctl.session import Session
@@ -70,7 +68,7 @@ def show(
     checkpoint: CheckpointArgument,
     entries: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Only entries whose name matches, for example 'model/*'."),
+        an_option("Only entries whose name matches, for example 'model/*'.", "PATTERN"),
     ] = None,
     local: LocalOption = None,
 ) -> None:

@@ -7,9 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, groupby
 from typing import Annotated
 
-import typer
-
-from ckptctl.commands.arguments import a_checkpoint
+from ckptctl.commands.arguments import a_checkpoint, an_argument, an_option
 from ckptctl.commands.fleet import in_units
 from ckptctl.completion import run_names
 from ckptctl.render import Block, Row, Table
@@ -44,7 +42,7 @@ def stats(
     ],
     names: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Only matching tensors, such as 'model/*'."),
+        an_option("Only matching tensors, such as 'model/*'.", "PATTERN"),
     ] = None,
 ) -> None:
     """Show extremes, NaN and Inf of tensors: of one checkpoint, or for each checkpoint of a run.
@@ -124,7 +122,7 @@ def _summary(bodies: Sequence[StatisticsBody]) -> Table:
 
 def why(
     session: Session,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run.", autocompletion=run_names)],
+    run: Annotated[str, an_argument("A run.", "RUN", autocompletion=run_names)],
 ) -> None:
     """Find the first checkpoint with NaN or Inf, or with a tensor that left its range.
 

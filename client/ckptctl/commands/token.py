@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from ckptapi.bodies import NewTokenBody, RotateRequest, Scope, TokenBody, TokenRequest
+from ckptctl.commands.arguments import an_argument, an_option
 from ckptctl.render import Row, Table
 from ckptctl.session import Session
 from ckptstore import human
 
-TokenNameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the token, for example its purpose.")]
+TokenNameArgument = Annotated[str, an_argument("Name of the token, for example its purpose.", "NAME")]
 
 group = typer.Typer(help="Manage the access tokens of a daemon.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -20,12 +21,12 @@ group = typer.Typer(help="Manage the access tokens of a daemon.", no_args_is_hel
 def create(
     session: Session,
     name: TokenNameArgument,
-    scope: Annotated[list[Scope], typer.Option("--scope", help="read, write, prune or admin. May be repeated.")],
+    scope: Annotated[list[Scope], an_option("read, write, prune or admin. May be repeated.")],
     run: Annotated[
         list[str] | None,
-        typer.Option("--run", "-r", metavar="GLOB", help="Limit the token to these runs. May be repeated."),
+        an_option("Limit the token to these runs. May be repeated.", "GLOB", "--run", "-r"),
     ] = None,
-    expires: Annotated[str | None, typer.Option(metavar="TIME", help="Expire after this time: 90s, 24h, 30d.")] = None,
+    expires: Annotated[str | None, an_option("Expire after this time: 90s, 24h, 30d.", "TIME")] = None,
 ) -> None:
     """Create a token and print its secret, which is never shown again."""
     expires_in_s = human.parse_duration(expires) if expires else None
@@ -47,7 +48,7 @@ def list_tokens(session: Session) -> None:
 def rotate(
     session: Session,
     name: TokenNameArgument,
-    keep_old: Annotated[str, typer.Option(metavar="TIME", help="Keep the old secret valid for this time.")] = "0s",
+    keep_old: Annotated[str, an_option("Keep the old secret valid for this time.", "TIME")] = "0s",
 ) -> None:
     """Give a token a new secret and print it."""
     request = RotateRequest(keep_old_s=human.parse_duration(keep_old))

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
 
-import typer
-
 from ckptapi.bodies import HealJob, VerifyJob
-from ckptctl.commands.arguments import ChosenArgument
+from ckptctl.commands.arguments import ChosenArgument, a_flag, an_option
 from ckptctl.commands.fleet import in_units
 from ckptctl.commands.jobs import job_blocks
 from ckptctl.commands.listing import short_id
@@ -39,11 +37,8 @@ def verify(
     which: ChosenArgument = None,
     ranks: Annotated[
         list[int] | None,
-        typer.Option(
-            min=1,
-            max=MAX_RANKS,
-            metavar="N",
-            help="Prove that they restore on N ranks, and estimate the time. May be repeated.",
+        an_option(
+            "Prove that they restore on N ranks, and estimate the time. May be repeated.", "N", min=1, max=MAX_RANKS
         ),
     ] = None,
 ) -> None:
@@ -147,17 +142,17 @@ def scrub_checkpoints(
     which: ChosenArgument = None,
     older: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Only checkpoints not verified for this time: 12h, 30d."),
+        an_option("Only checkpoints not verified for this time: 12h, 30d.", "TIME"),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after N checkpoints.")] = None,
+    limit: Annotated[int | None, an_option("Stop after N checkpoints.", "N", min=1)] = None,
     heal: Annotated[
-        bool, typer.Option("--heal", help="Write damaged objects again, from other holders of the same bytes.")
+        bool, a_flag("Write damaged objects again, from other holders of the same bytes.", "--heal")
     ] = False,
     copy: Annotated[
         str | None,
-        typer.Option("--from", metavar="STORE", help="With --heal: a copy of the store to take bytes from."),
+        an_option("With --heal: a copy of the store to take bytes from.", "STORE", "--from"),
     ] = None,
-    rate: Annotated[str | None, typer.Option(metavar="SIZE", help="Maximum bytes per second: 50MB, 1GiB.")] = None,
+    rate: Annotated[str | None, an_option("Maximum bytes per second: 50MB, 1GiB.", "SIZE")] = None,
 ) -> None:
     """Read checkpoints completely, verify them, and record the results.
 

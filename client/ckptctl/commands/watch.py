@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ckptapi import bodies
 from ckptapi.bodies import EventBody, EventKind
+from ckptctl.commands.arguments import an_argument, an_option
 from ckptctl.session import Session
 from ckptstore import human
 from ckptstore.commits.catalog import Checkpoint, State
@@ -27,8 +26,8 @@ _LOOK_S = 2.0
 
 def watch(
     session: Session,
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Limit to one run.")] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=0, metavar="N", help="Exit after N events; 0: never.")] = 0,
+    run: Annotated[str | None, an_argument("Limit to one run.", "RUN")] = None,
+    count: Annotated[int, an_option("Exit after N events; 0: never.", "N", "--count", "-n", min=0)] = 0,
 ) -> None:
     """Follow commits, deletions and damage until interrupted.
 
