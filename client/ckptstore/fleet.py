@@ -194,7 +194,6 @@ def run_units(executor: Executor, work: Callable[[Unit], Any], units: Iterable[U
 class UnitResult(StoredDocument):
     """The result of a command for one unit."""
 
-    format: int
     kind: Literal["unit"]
     targets: tuple[str, ...]
     body: JSON = None

@@ -55,7 +55,13 @@ class Document(Value, forbid_unknown_fields=True):
     """Base of all documents that are stored as JSON, and of their parts."""
 
 
-class StoredDocument(Document, kw_only=True, omit_defaults=True):
+class _Versioned(Document):
+    """The first field of stored documents, before those of each kind and `extensions`."""
+
+    format: int
+
+
+class StoredDocument(_Versioned, kw_only=True, omit_defaults=True):
     """Base of documents that are objects of their own."""
 
     extensions: dict[str, JSON] = {}
@@ -213,7 +219,6 @@ class Content(Document, eq=False):
 class Receipt(StoredDocument):
     """A rank's statement that all its data is durable."""
 
-    format: int
     kind: Literal["receipt"]
     run: str
     step: int
@@ -247,7 +252,6 @@ class ReceiptRef(Document):
 class Manifest(StoredDocument):
     """All entries, slices and chunks of one checkpoint. A pure function of its receipts."""
 
-    format: int
     kind: Literal["manifest"]
     run: str
     step: int
@@ -301,7 +305,6 @@ class Replicas(msgspec.Struct, omit_defaults=True):
 class Outcome(StoredDocument):
     """The create-only decision about one attempt: committed, or aborted (committed is None)."""
 
-    format: int
     kind: Literal["outcome"]
     run: str
     step: int
@@ -315,7 +318,6 @@ class Outcome(StoredDocument):
 class Generation(StoredDocument):
     """The create-only beginning of a generation: the series of saves of one trainer between two restores."""
 
-    format: int
     kind: Literal["generation"]
     run: str
     number: int
@@ -331,7 +333,6 @@ class Generation(StoredDocument):
 class Lease(StoredDocument):
     """A reader's expiring claim on a checkpoint."""
 
-    format: int
     kind: Literal["lease"]
     attempt: str
     holder: str
@@ -341,7 +342,6 @@ class Lease(StoredDocument):
 class Tombstone(StoredDocument):
     """The statement that a checkpoint is being deleted."""
 
-    format: int
     kind: Literal["tombstone"]
     attempt: str
     by: str

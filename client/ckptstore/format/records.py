@@ -19,7 +19,6 @@ from ckptstore.values import Record, Value
 class Pin(StoredDocument):
     """A named hold on a checkpoint. The object's key is the hold, so a damaged pin still protects."""
 
-    format: int
     kind: Literal["pin"]
     attempt: str
     name: str
@@ -31,7 +30,6 @@ class Pin(StoredDocument):
 class SweepDecision(StoredDocument):
     """The create-only decision about one tombstone: its checkpoint is deleted, or the deletion is undone."""
 
-    format: int
     kind: Literal["fate"]
     attempt: str
     tombstone: str
@@ -43,7 +41,6 @@ class SweepDecision(StoredDocument):
 class DeletedList(StoredDocument):
     """One version of the list of the attempts of a generation whose tombstone or aborted outcome is forgotten."""
 
-    format: int
     kind: Literal["dead"]
     generation: int
     version: Annotated[int, msgspec.Meta(ge=1, lt=10**8)]
@@ -56,7 +53,6 @@ class DeletedList(StoredDocument):
 class Labels(StoredDocument):
     """One version of a checkpoint's tags, and of metrics that were added or corrected after its commit."""
 
-    format: int
     kind: Literal["labels"]
     attempt: str
     version: int
@@ -69,7 +65,6 @@ class Labels(StoredDocument):
 class ReferenceMark(StoredDocument):
     """States that attempt `by` references chunks of `attempt`. The object's key is the hold."""
 
-    format: int
     kind: Literal["reference"]
     attempt: str
     by: str
@@ -79,7 +74,6 @@ class ReferenceMark(StoredDocument):
 class Finding(StoredDocument):
     """The result of a scrub, which reads a whole checkpoint, or of a restore that found damage."""
 
-    format: int
     kind: Literal["finding"]
     attempt: str
     at: float
@@ -146,7 +140,6 @@ class LocalOnly(Document):
 class Heartbeat(StoredDocument):
     """The activity of rank 0 in one life, as of its last beat; written with each one. Columns have equal lengths."""
 
-    format: int
     kind: Literal["heartbeat"]
     run: str
     id: str
@@ -190,7 +183,6 @@ class Action(StrEnum):
 class AuditRecord(StoredDocument):
     """An action on attempts: who, when and why. Written before the action is carried out."""
 
-    format: int
     kind: Literal["audit"]
     action: Action
     attempts: list[str]
@@ -316,7 +308,6 @@ class PolicySet(Document):
 class PoliciesVersion(StoredDocument):
     """One version of the policies of a store, create-only; the highest counts."""
 
-    format: int
     kind: Literal["policies"]
     version: int
     policies: PolicySet

@@ -74,7 +74,6 @@ def merge(tables: Sequence[Table], group: Column, groups: int) -> Table:
 class Statistics(StoredDocument, eq=False, forbid_unknown_fields=False):
     """The statistics of the slices in one receipt, as columns: row i is of slice i. Earlier writers added more."""
 
-    format: int
     kind: Literal["statistics"]
     attempt: str
     rank: int

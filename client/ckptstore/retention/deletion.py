@@ -384,8 +384,11 @@ def _delete(run: Run, attempts: Collection[Attempt]) -> int:
 
 def _listed(run: Run, prefix: str) -> list[Hidden]:
     """Those that are decided, or will be."""
-    found = ((attempt, id, info) for attempt, id, info in run.listed(prefix) if is_ulid(id) or is_thinning(id))
-    return [Hidden(attempt, id, info.modified_at) for attempt, id, info in found if id != THINNED]
+    return [
+        Hidden(attempt, id, info.modified_at)
+        for attempt, id, info in run.listed(prefix)
+        if id != THINNED and (is_ulid(id) or is_thinning(id))
+    ]
 
 
 ORPHAN_GRACE_S = 24 * 3600.0
@@ -545,8 +548,7 @@ def _outcomes(run: Run, attempts: Iterable[Attempt]) -> dict[Attempt, Outcome]:
         except Damaged:
             return None
 
-    found = (outcome for outcome in in_parallel(read, attempts) if outcome is not None)
-    return {Attempt.parse(outcome.attempt): outcome for outcome in found}
+    return {Attempt.parse(outcome.attempt): outcome for outcome in in_parallel(read, attempts) if outcome is not None}
 
 
 UNDELETED = "undeleted"

@@ -70,30 +70,41 @@ def run_store_checks(store: Store, clock: Clock) -> StoreReport:
     folder = f"{names.PROBES_PREFIX}{new_ulid(clock())}/"
     key, checks = folder + "object", list[StoreCheck]()
     probed: Probe | None = None
+
+    @contextmanager
+    def checking(name: str) -> Iterator[None]:
+        """Add a check of this name, which fails if an error is raised meanwhile."""
+        began, problem = time.perf_counter(), ""
+        try:
+            yield
+        except CkptError as error:
+            problem = str(error)
+        checks.append(StoreCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem))
+
     try:
-        with _checking("write", checks):
+        with checking("write"):
             _check_bucket(store)
             store.put(key, _DATA)
         if checks[0].ok:  # whatever else fails otherwise has the same cause
-            with _checking("read", checks):
+            with checking("read"):
                 _require(store.get(key) == _DATA, "a read returns other bytes than written")
-            with _checking("read a range", checks):
+            with checking("read a range"):
                 buffer = memoryview(bytearray(1000))
                 store.get_range(key, 500, buffer)
                 _require(bytes(buffer) == _DATA[500:1500], "a ranged read returns other bytes than a full read")
-            with _checking("list", checks):
+            with checking("list"):
                 listed = {info.key: info.bytes for info in store.list(folder)}
                 _require(listed == {key: len(_DATA)}, f"a listing shows {listed}")
-            with _checking("create once", checks):
+            with checking("create once"):
                 probed = probe_store(store, clock)
                 _require(probed.refuses_second, "a second create of the same object was accepted")
-            with _checking("one winner", checks):
+            with checking("one winner"):
                 one = _known(probed).races_won == _RACES
                 _require(one, "concurrent creates of an object did not have exactly one winner")
-            with _checking("clock", checks):
+            with checking("clock"):
                 skew_s = _known(probed).skew_s
                 _require(abs(skew_s) <= _SKEW_ALLOWED_S, f"the store's clock is {skew_s:+.0f} s from this machine's")
-            with _checking("delete", checks):
+            with checking("delete"):
                 store.delete_many([key])
                 _require(store.find(key) is None, "an object is still readable after its deletion")
     finally:
@@ -109,17 +120,6 @@ def run_store_checks(store: Store, clock: Clock) -> StoreReport:
         create_only=store.create_only,
         races=f"{probed.races_won} of {_RACES}" if probed else "",
     )
-
-
-@contextmanager
-def _checking(name: str, checks: list[StoreCheck]) -> Iterator[None]:
-    """Add a check of this name, which fails if an error is raised meanwhile."""
-    began, problem = time.perf_counter(), ""
-    try:
-        yield
-    except CkptError as error:
-        problem = str(error)
-    checks.append(StoreCheck(name=name, ok=not problem, seconds=time.perf_counter() - began, detail=problem))
 
 
 def _require(kept: bool, problem: str) -> None:
