@@ -132,13 +132,13 @@ class Index:
 
     def version(self, run: str) -> int:
         """The revision of the last change of a run, 0 if it is not indexed."""
-        return self._database.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
+        return self._database.scalar(_version(run)) or 0
 
     @retried
     def attempts(self, run: str) -> IndexedAttempts:
         """The attempts of a run whose outcome is indexed."""
         with self._database.read() as connection:
-            version = connection.scalar(select(runs.c.version).where(runs.c.name == run)) or 0
+            version = connection.scalar(_version(run)) or 0
             known = connection.execute(select(*_KNOWN).where(checkpoints.c.run == run)).all()
             columns = (aborted.c[name] for name in _STAMPED)
             return IndexedAttempts(
@@ -223,7 +223,7 @@ class Index:
         """
         with self._database.write() as connection:
             version = _next_revision(connection)
-            before: int | None = connection.scalar(select(runs.c.version).where(runs.c.name == run))
+            before: int | None = connection.scalar(_version(run))
             if expected is not None and expected != (before or 0):
                 raise RunChanged(f"run {run!r} was changed by another process")
             if before is None:
@@ -267,6 +267,11 @@ class Index:
 
     def _select(self, query: Select[Any]) -> list[Checkpoint]:
         return [read_checkpoint(row) for row in self._database.rows(query)]
+
+
+def _version(run: str) -> Select[Any]:
+    """The revision of the last change of a run."""
+    return select(runs.c.version).where(runs.c.name == run)
 
 
 def _newest(limit: int | None = None) -> Select[Any]:

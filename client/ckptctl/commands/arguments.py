@@ -30,18 +30,11 @@ def a_flag(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help)
 
 
-RunArgument = Annotated[
-    str | None,
-    an_argument("One run; * and ? are wildcards.", "RUN", autocompletion=run_names),
-]
+RunArgument = Annotated[str | None, an_argument("One run; * and ? are wildcards.", "RUN", autocompletion=run_names)]
 CheckpointArgument = Annotated[str, a_checkpoint("RUN@STEP, RUN@STEP.ULID, or RUN for its newest checkpoint.")]
-LocalOption = Annotated[
-    str | None,
-    an_option("Also a local tier: where are they?", "STORE"),
-]
+LocalOption = Annotated[str | None, an_option("Also a local tier: where are they?", "STORE")]
 ChosenArgument = Annotated[
-    list[str] | None,
-    a_checkpoint("Single checkpoints, or all checkpoints of a run; * and ? are wildcards: 'gpt@1*'."),
+    list[str] | None, a_checkpoint("Single checkpoints, or all checkpoints of a run; * and ? are wildcards: 'gpt@1*'.")
 ]
 DryRunOption = Annotated[bool, a_flag("Only show which checkpoints are meant.", "--dry-run")]
 NewestOption = Annotated[int, an_option("Show the newest N.", "N", min=1, max=MAX_PAGE)]

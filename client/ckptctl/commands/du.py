@@ -44,10 +44,7 @@ class PartBody(Record):
 
 def show_usage(
     session: Session,
-    which: Annotated[
-        str | None,
-        a_checkpoint("A run, with * and ? as wildcards, or one checkpoint."),
-    ] = None,
+    which: Annotated[str | None, a_checkpoint("A run, with * and ? as wildcards, or one checkpoint.")] = None,
     depth: Annotated[int, an_option("Segments of the names of parts.", "N", "--depth", "-d", min=1, max=64)] = 1,
 ) -> None:
     """Show what the bytes of runs belong to, by state; or those of one checkpoint, by part of its state.

@@ -179,10 +179,7 @@ def import_checkpoint(
     path: Annotated[Path, an_argument("A file or folder on this machine.", "PATH")],
     to: Annotated[str, an_argument("The new checkpoint: RUN@STEP.", "RUN@STEP")],
     format: Annotated[ForeignFormat | None, an_option("Required if it cannot be detected.")] = None,
-    item: Annotated[
-        str,
-        an_option("The name of the item if the state is not a dict of items.", "NAME"),
-    ] = "model",
+    item: Annotated[str, an_option("The name of the item if the state is not a dict of items.", "NAME")] = "model",
 ) -> None:
     """Import a torch.save file, safetensors (a file, an index, or their folder), or a folder of DCP, DeepSpeed,
     Accelerate, transformers' Trainer or Orbax, as a checkpoint.

@@ -78,8 +78,7 @@ def tag(
     session: Session,
     checkpoint: CheckpointArgument,
     labels: Annotated[
-        list[str] | None,
-        an_argument("Set a tag, or remove it with a trailing '-'.", "NAME=VALUE|NAME|NAME-"),
+        list[str] | None, an_argument("Set a tag, or remove it with a trailing '-'.", "NAME=VALUE|NAME|NAME-")
     ] = None,
     metric: Annotated[
         list[str] | None,

@@ -24,10 +24,7 @@ _ORDERS = {"time": "committed_at", "size": "stored_bytes"}
 _MOST_ROWS = 1000
 _LOOK_S = 2.0
 LimitOption = Annotated[int | None, an_option("Show the first N.", "N", min=1)]
-MetricOption = Annotated[
-    list[str] | None,
-    an_option("Only with this metric; also >=. Repeatable.", "NAME<=NUMBER"),
-]
+MetricOption = Annotated[list[str] | None, an_option("Only with this metric; also >=. Repeatable.", "NAME<=NUMBER")]
 StepOption = Annotated[int | None, an_option("Limit the steps.", "STEP", min=0)]
 MomentOption = Annotated[str | None, an_option("An age (24h, 7d) or a moment (2026-11-22T10:00:00Z).", "TIME")]
 STATE_STYLES = dict.fromkeys(State, "dim") | {State.COMMITTED: "", State.CORRUPT: "red"}
@@ -224,7 +221,7 @@ def checkpoint_facts(c: Checkpoint, now: float) -> dict[str, str]:
     return {
         "checkpoint": c.id,
         "state": c.state,
-        **({"where": _where(c)} if c.tiers else {}),
+        **({"where": ", ".join(c.tiers)} if c.tiers else {}),
         "generation": c.branch_state,
         "committed": f"{human.moment(c.committed_at)}, {age} ago; {human.duration(c.save_seconds)} after its capture",
         "size": f"{human.size(c.raw_bytes)}, {stored}",
@@ -235,12 +232,13 @@ def checkpoint_facts(c: Checkpoint, now: float) -> dict[str, str]:
 
 
 def _cells(c: Checkpoint, branch: str, now: float) -> tuple[str, ...]:
+    where = ", ".join(c.tiers)
     if c.state is State.CORRUPT:
-        return (short_id(c), c.state, _where(c), branch, "?", "?", "?", "?", "?", c.problem, "")
+        return (short_id(c), c.state, where, branch, "?", "?", "?", "?", "?", c.problem, "")
     return (
         short_id(c),
         c.state,
-        _where(c),
+        where,
         branch,
         human.age(now - c.committed_at),
         human.size(c.raw_bytes),
@@ -250,10 +248,6 @@ def _cells(c: Checkpoint, branch: str, now: float) -> tuple[str, ...]:
         human.metrics(c.metrics),
         human.tags(c.tags),
     )
-
-
-def _where(c: Checkpoint) -> str:
-    return ", ".join(c.tiers)
 
 
 def _run_cells(run: RunBody, now: float) -> tuple[str, ...]:

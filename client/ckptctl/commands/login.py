@@ -60,10 +60,7 @@ def _ask() -> str:
 
 def open_page(
     session: Session,
-    which: Annotated[
-        str | None,
-        a_checkpoint("The page of a run or checkpoint; without it, the list of runs."),
-    ] = None,
+    which: Annotated[str | None, a_checkpoint("The page of a run or checkpoint; without it, the list of runs.")] = None,
     browser: Annotated[bool, a_flag("Only print the address.", "--browser/--no-browser")] = True,
 ) -> None:
     """Open the dashboard of a daemon in a browser, and print its address.

@@ -50,13 +50,9 @@ FromOption = Annotated[
 ]
 SafetensorsOption = Annotated[Path | None, an_option("A safetensors file, or a folder of them.", "FILE")]
 MeasureOption = Annotated[
-    str | None,
-    an_option("Measure what one rank writes and reads, with real objects that are removed again.", "STORE"),
+    str | None, an_option("Measure what one rank writes and reads, with real objects that are removed again.", "STORE")
 ]
-PlotOption = Annotated[
-    Path | None,
-    an_option("Draw the training time ratio over the interval.", "FILE.svg"),
-]
+PlotOption = Annotated[Path | None, an_option("Draw the training time ratio over the interval.", "FILE.svg")]
 
 
 @with_options(rules=Policy, options=PlanInputs)

@@ -96,10 +96,7 @@ def _in_numbers(value: Any) -> Any:
 
 
 _EPILOG = "\b\nA file of policies:\n" + "".join(f"  {line}\n" for line in EXAMPLE.splitlines())
-ExpectOption = Annotated[
-    int | None,
-    an_option("Fail unless this version is in force.", "VERSION"),
-]
+ExpectOption = Annotated[int | None, an_option("Fail unless this version is in force.", "VERSION")]
 HistoryReasonOption = Annotated[str, an_option("Reason, for the history.", "TEXT")]
 
 
@@ -162,8 +159,7 @@ def apply(
 def change_rules(
     session: Session,
     run: Annotated[
-        str | None,
-        an_argument("A run, or a pattern with * and ?: set its rules, not the default ones.", "RUN"),
+        str | None, an_argument("A run, or a pattern with * and ?: set its rules, not the default ones.", "RUN")
     ] = None,
     rules: Any = None,
     reason: HistoryReasonOption = "",

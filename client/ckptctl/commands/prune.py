@@ -27,8 +27,7 @@ def prune(
     run: RunArgument = None,
     rules: Any = None,
     grace: Annotated[
-        str | None,
-        an_option("Time until the data is deleted; undelete works until then.  [default: 24h]", "TIME"),
+        str | None, an_option("Time until the data is deleted; undelete works until then.  [default: 24h]", "TIME")
     ] = None,
     dry_run: Annotated[bool, a_flag("Only show which checkpoints stay and which go.", "--dry-run")] = False,
     yes: YesOption = False,

@@ -27,8 +27,7 @@ _LOOK_S = 0.5
 def show_restores(
     session: Session,
     which: Annotated[
-        str | None,
-        an_argument("The sessions of a run, or one session with its ranks.", "RUN|RESTORE"),
+        str | None, an_argument("The sessions of a run, or one session with its ranks.", "RUN|RESTORE")
     ] = None,
     limit: NewestOption = 20,
     watch: Annotated[bool, a_flag("Follow the sessions until they have ended.", "--watch", "-w")] = False,

@@ -67,8 +67,7 @@ def show(
     session: Session,
     checkpoint: CheckpointArgument,
     entries: Annotated[
-        str | None,
-        an_option("Only entries whose name matches, for example 'model/*'.", "PATTERN"),
+        str | None, an_option("Only entries whose name matches, for example 'model/*'.", "PATTERN")
     ] = None,
     local: LocalOption = None,
 ) -> None:

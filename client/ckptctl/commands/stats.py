@@ -36,14 +36,8 @@ class StatisticsBody(Record):
 @in_units("target", lambda session, target, **_: session.run_names(target))
 def stats(
     session: Session,
-    target: Annotated[
-        str,
-        a_checkpoint("A run, or one checkpoint; * and ? are wildcards for runs."),
-    ],
-    names: Annotated[
-        str | None,
-        an_option("Only matching tensors, such as 'model/*'.", "PATTERN"),
-    ] = None,
+    target: Annotated[str, a_checkpoint("A run, or one checkpoint; * and ? are wildcards for runs.")],
+    names: Annotated[str | None, an_option("Only matching tensors, such as 'model/*'.", "PATTERN")] = None,
 ) -> None:
     """Show extremes, NaN and Inf of tensors: of one checkpoint, or for each checkpoint of a run.
 

@@ -23,8 +23,7 @@ def create(
     name: TokenNameArgument,
     scope: Annotated[list[Scope], an_option("read, write, prune or admin. May be repeated.")],
     run: Annotated[
-        list[str] | None,
-        an_option("Limit the token to these runs. May be repeated.", "GLOB", "--run", "-r"),
+        list[str] | None, an_option("Limit the token to these runs. May be repeated.", "GLOB", "--run", "-r")
     ] = None,
     expires: Annotated[str | None, an_option("Expire after this time: 90s, 24h, 30d.", "TIME")] = None,
 ) -> None:

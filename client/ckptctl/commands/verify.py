@@ -140,17 +140,13 @@ def _due(
 def scrub_checkpoints(
     session: Session,
     which: ChosenArgument = None,
-    older: Annotated[
-        str | None,
-        an_option("Only checkpoints not verified for this time: 12h, 30d.", "TIME"),
-    ] = None,
+    older: Annotated[str | None, an_option("Only checkpoints not verified for this time: 12h, 30d.", "TIME")] = None,
     limit: Annotated[int | None, an_option("Stop after N checkpoints.", "N", min=1)] = None,
     heal: Annotated[
         bool, a_flag("Write damaged objects again, from other holders of the same bytes.", "--heal")
     ] = False,
     copy: Annotated[
-        str | None,
-        an_option("With --heal: a copy of the store to take bytes from.", "STORE", "--from"),
+        str | None, an_option("With --heal: a copy of the store to take bytes from.", "STORE", "--from")
     ] = None,
     rate: Annotated[str | None, an_option("Maximum bytes per second: 50MB, 1GiB.", "SIZE")] = None,
 ) -> None:
