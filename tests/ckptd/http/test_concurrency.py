@@ -104,8 +104,9 @@ def test_a_greedy_reader_does_not_starve_another(tmp_path: Path) -> None:
         wait_until(lambda: sum(map(len, list(slots._waiting.values()))) == 60 - 24, "the greedy one's reads to wait")
         threads += begin("modest", "127.0.0.2", range(60, 64))
         wait_until(lambda: len(slots._waiting.get("127.0.0.2", ())) == 4, "the modest one's reads to wait")
-        for _ in threads:
+        for reads in range(1, len(threads) + 1):  # one after the other: their order is the daemon's
             gate.release()
+            wait_until(lambda reads=reads: len(answered) == reads, "one more answer")  # type: ignore[misc]
         for thread in threads:
             thread.join()
     assert store.most_at_a_time <= 4
