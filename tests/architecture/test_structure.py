@@ -29,7 +29,7 @@ SMALL = 60
 """A file with fewer lines and a single importer belongs into that importer."""
 MAY_BE_SMALL = ("ckptd.api.", "ckptctl.commands.", "ckptapi.bodies.", "ckptapi.mlflow", "ckptd.index.migrations.")
 
-CEILINGS = {"tokens": 391_849, "files": 317, "knobs": 26, "verbs": 38, "threads": 26}
+CEILINGS = {"tokens": 390_891, "files": 317, "knobs": 26, "verbs": 38, "threads": 26}
 """Sizes of the product, which only fall. A feature that needs more takes away as much elsewhere."""
 
 FOLDER_SHAPES = {

@@ -30,7 +30,16 @@ from ckptstore.codecs.dtypes import NUMPY
 from ckptstore.errors import CorruptObject, UnsupportedObject
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
-from ckptstore.format.trees import TAG, decode_bytes, encode_bytes, encode_tree, merge_trees, unsupported, with_records
+from ckptstore.format.trees import (
+    TAG,
+    decode_bytes,
+    encode_bytes,
+    encode_tree,
+    merge_trees,
+    unique,
+    unsupported,
+    with_records,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +159,7 @@ class Collector:
         if is_distributed(value):
             self._leaf(path, value, path)
         elif is_array(value) or is_tensor(value):
-            self._unique(path)  # rank 0 uses the name
+            unique(path, self._names)  # rank 0 uses the name
         return None
 
     def _inline_leaf(self, path: str, value: Any) -> JSON:
@@ -176,7 +185,7 @@ class Collector:
         other parameters see another one first. unit: None if it belongs to this rank alone. origin: the live tensor, if
         the pieces are parts of it.
         """
-        ownership, name = self.ownership, self._unique(path)
+        ownership, name = self.ownership, unique(path, self._names)
         owner = ownership.rank if unit is None else ownership.owner.get(unit)
         if (first := self._seen.setdefault((part.key, owner), name)) != name:
             if unit is None or ownership.owns(unit):
@@ -186,12 +195,3 @@ class Collector:
                 of_entry = Slice(name, part.dtype, part.shape, piece.box)
                 self.captured.leaves.append(of_entry, piece.tensor, piece.tensor if origin is None else origin, change)
         return first
-
-    def _unique(self, path: str) -> str:
-        """A name that is not in use: a dict may hold both 1 and "1", whose paths are equal."""
-        name, count = path, 1
-        while name in self._names:
-            count += 1
-            name = f"{path}#{count}"
-        self._names[name] = None
-        return name

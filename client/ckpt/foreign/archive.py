@@ -26,10 +26,11 @@ from ckpt.foreign.inert import (
     LeftOut,
     Maker,
     Malformed,
+    PickleReader,
     Record,
+    called,
     check_key,
     ordered_dict,
-    read_pickle,
 )
 from ckpt.foreign.parts import Read, box_read
 from ckptstore.errors import CkptError, CorruptObject, UnsupportedObject
@@ -81,22 +82,19 @@ class StridedTensor(Value, eq=False):
                 buffer[:] = memory[begin + start :][: len(buffer)]
             else:
                 read_boxes(start, buffer)
-            if self.storage.swapped or self.conjugated or self.negated:
-                self._resolve(buffer)
+            if not (self.storage.swapped or self.conjugated or self.negated):
+                return
+            size = item // (2 if self.dtype.is_complex else 1)
+            numbers = np.frombuffer(buffer, f"<u{size}")
+            if self.storage.swapped:
+                numbers.byteswap(inplace=True)
+            sign = numbers.dtype.type(1 << (8 * size - 1))
+            if self.conjugated:
+                numbers[1::2] ^= sign
+            if self.negated:
+                numbers ^= sign
 
         return read
-
-    def _resolve(self, buffer: memoryview) -> None:
-        """Apply byte order and signs to whole elements."""
-        size = self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
-        numbers = np.frombuffer(buffer, f"<u{size}")
-        if self.storage.swapped:
-            numbers.byteswap(inplace=True)
-        sign = numbers.dtype.type(1 << (8 * size - 1))
-        if self.conjugated:
-            numbers[1::2] ^= sign
-        if self.negated:
-            numbers ^= sign
 
 
 class NumpyType(Record):
@@ -181,16 +179,6 @@ class _Archive(Struct):
 
     def read(self) -> Any:
         infos = self.archive.infolist()
-        self._check(infos)
-        self.records = {info.filename: info for info in infos}
-        (pickle,) = (info for info in infos if info.filename.endswith(_PICKLE) and info.filename.count("/") == 1)
-        self.prefix = pickle.filename.removesuffix(_PICKLE)
-        self.swapped = f"{self.prefix}/byteorder" in self.records and bytes(self._record("byteorder")) == b"big"
-        self.budget.grant(pickle.file_size)
-        data = self.archive.read(pickle)  # checks its checksum
-        return read_pickle(data, self.what, self._names(), self.budget, self._storage)
-
-    def _check(self, infos: list[zipfile.ZipInfo]) -> None:
         packed = next((info for info in infos if info.compress_type != zipfile.ZIP_STORED), None)
         if packed is not None:
             raise UnsupportedObject(
@@ -199,8 +187,15 @@ class _Archive(Struct):
             )
         if sum(info.file_size for info in infos) > len(self.memory):
             raise Malformed("its records overlap")
-        if len({info.filename for info in infos}) < len(infos):
+        self.records = {info.filename: info for info in infos}
+        if len(self.records) < len(infos):
             raise Malformed("it has two records of one name")
+        (pickle,) = (info for info in infos if info.filename.endswith(_PICKLE) and info.filename.count("/") == 1)
+        self.prefix = pickle.filename.removesuffix(_PICKLE)
+        self.swapped = f"{self.prefix}/byteorder" in self.records and bytes(self._record("byteorder")) == b"big"
+        self.budget.grant(pickle.file_size)
+        data = self.archive.read(pickle)  # checks its checksum
+        return PickleReader(data, self.what, self._names(), self.budget, self._storage).read()
 
     def _record(self, name: str) -> memoryview:
         info = self.records.get(f"{self.prefix}/{name}")
@@ -217,15 +212,13 @@ class _Archive(Struct):
     def _storage(self, id: Any) -> Storage:
         match id:
             case ("storage", _StorageType(dtype), str(key), str(), int(numel)) if 0 <= numel < _LARGEST:
-                pass
-            case _:
-                raise Malformed("a storage is malformed")
-        if key not in self.storages:
-            self.storages[key] = Storage(self._record(f"data/{key}"), dtype, self.swapped)
-        found = self.storages[key]
-        if found.dtype is not dtype or len(found.memory) < numel * dtype.itemsize:
-            raise Malformed(f"the storage {key!r} is shorter than its record says")
-        return found
+                if key not in self.storages:
+                    self.storages[key] = Storage(self._record(f"data/{key}"), dtype, self.swapped)
+                found = self.storages[key]
+                if found.dtype is not dtype or len(found.memory) < numel * dtype.itemsize:
+                    raise Malformed(f"the storage {key!r} is shorter than its record says")
+                return found
+        raise Malformed("a storage is malformed")
 
     def _names(self) -> dict[str, Any]:
         makers: dict[str, Callable[..., Any]] = {
@@ -234,11 +227,12 @@ class _Archive(Struct):
             "torch._utils._rebuild_tensor_v3": lambda storage, offset, sizes, strides, _, __, dtype, signs=None: (
                 _tensor(storage, offset, sizes, strides, signs=signs, dtype=dtype)
             ),
-            "torch._utils._rebuild_parameter": _parameter,
-            "torch._utils._rebuild_parameter_with_state": _parameter,
-            "torch._tensor._rebuild_from_type_v2": _rebuild,
+            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+            # A tensor with attributes, which are left out.
+            "torch._tensor._rebuild_from_type_v2": lambda maker, _, args, __: called(maker, args),
             "torch.Size": size,
-            "torch.device": _device,
+            "torch.device": torch.device,
             "collections.OrderedDict": ordered_dict,
             "collections.Counter": self._counter,
             "builtins.set": self._set,
@@ -249,7 +243,7 @@ class _Archive(Struct):
             **dict.fromkeys(("collections.defaultdict", "argparse.Namespace", "types.SimpleNamespace"), lambda *_: {}),
             **{f"datetime.{kind.__name__}": kind for kind in (date, datetime, timedelta, timezone)},
             **dict.fromkeys(PATHS, Path),
-            "builtins.complex": _complex,
+            "builtins.complex": complex,
             "builtins.bytes": lambda: b"",
             "_codecs.encode": self._bytes,
         }
@@ -300,17 +294,6 @@ def _tensor(
     return StridedTensor(storage, dtype, shape, steps, offset, conjugated, negated)
 
 
-def _parameter(tensor: Any, *_: Any) -> Any:
-    return tensor
-
-
-def _rebuild(maker: Any, _: Any, args: Any, __: Any) -> Any:
-    """A tensor with attributes, which are left out."""
-    if type(maker) not in (Maker, LeftOut) or type(args) is not tuple:
-        raise Malformed("a tensor is malformed")
-    return maker.called(args) if type(maker) is LeftOut else maker.make(*args)
-
-
 def size(sizes: Any = ()) -> torch.Size:
     """A size of at most 64 dimensions."""
     if type(sizes) not in (tuple, list, torch.Size) or not all(type(n) is int and 0 <= n < _LARGEST for n in sizes):
@@ -318,18 +301,6 @@ def size(sizes: Any = ()) -> torch.Size:
     if len(sizes) > 64:
         raise Malformed("a size has more than 64 dimensions")
     return torch.Size(sizes)
-
-
-def _device(kind: Any, index: Any = None) -> torch.device:
-    if type(kind) is not str or type(index) not in (int, type(None)):
-        raise Malformed("a device is malformed")
-    return torch.device(kind) if index is None else torch.device(kind, index)
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    if type(real) is not float or type(imaginary) is not float:
-        raise Malformed("a complex number is malformed")
-    return complex(real, imaginary)
 
 
 class _Window(io.RawIOBase):
@@ -340,7 +311,7 @@ class _Window(io.RawIOBase):
         self._at = 0
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._memory)}[whence]
+        base = (0, self._at, len(self._memory))[whence]  # SEEK_SET, SEEK_CUR, SEEK_END
         self._at = max(0, base + offset)
         return self._at
 

@@ -18,10 +18,10 @@ from ckpt.foreign.inert import (
     Budget,
     Maker,
     Malformed,
+    PickleReader,
     Record,
     only,
     ordered_dict,
-    read_pickle,
     record_maker,
 )
 from ckpt.foreign.parts import ForeignState, Read
@@ -110,15 +110,15 @@ def read_dcp(path: Path, item: str) -> ForeignState:
     or incomplete folder.
     """
     try:
-        budget = Budget(str(path), _MOST)
-        budget.grant((path / METADATA).stat().st_size)
-        read = read_pickle((path / METADATA).read_bytes(), str(path / METADATA), _NAMES, budget)
+        budget, described = Budget(str(path), _MOST), path / METADATA
+        budget.grant(described.stat().st_size)
+        read = PickleReader(described.read_bytes(), str(described), _NAMES, budget).read()
         budget.spend_on(read)
-        metadata: _Metadata = _convert(read, _Metadata)
+        metadata = convert(read, _Metadata, from_attributes=True)
         folder = _DcpFolder(path, budget, metadata.storage_data)
         state = _PathNode()
-        for name, described in metadata.state_dict_metadata.items():
-            _set(state, (metadata.planner_data or {}).get(name, (name,)), folder.value(name, described))
+        for name, one in metadata.state_dict_metadata.items():
+            _set(state, (metadata.planner_data or {}).get(name, (name,)), folder.value(name, one))
         nested = _with_lists(state)
     except FileNotFoundError as error:
         raise CorruptObject(f"{path} has no {METADATA}", "Only a finished checkpoint has one") from error
@@ -129,10 +129,6 @@ def read_dcp(path: Path, item: str) -> ForeignState:
         if file.is_file():
             foreign.add(to_foreign({file.stem: read_file(file, budget)}, item, str(file), budget))
     return foreign
-
-
-def _convert(record: Any, kind: Any) -> Any:
-    return convert(record, kind, from_attributes=True)
 
 
 class _DcpFolder(Struct):
@@ -146,8 +142,8 @@ class _DcpFolder(Struct):
     def value(self, name: str, described: Any) -> Any:
         """A tensor to be read later, or a small value."""
         if type(described).__name__ != "TensorStorageMetadata":
-            return read_archive(self._memory(self._place(name, None)), f"{name!r} of {self.path}", self.budget)
-        tensor: _TensorMetadata = _convert(described, _TensorMetadata)
+            return read_archive(self._memory(name, None)[1], f"{name!r} of {self.path}", self.budget)
+        tensor = convert(described, _TensorMetadata, from_attributes=True)
         match tensor.properties:
             case Record(state=(torch.dtype() as dtype, *_)):
                 pass
@@ -164,17 +160,11 @@ class _DcpFolder(Struct):
                 raise Malformed(f"a chunk of {name!r} does not have the dimensions of the tensor")
             if any(at + n > end for at, n, end in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
                 raise Malformed(f"a chunk of {name!r} exceeds the tensor")
-            place = self._place(name, chunk.offsets)
-            pieces.append((box, self._read(name, place, dtype, chunk.sizes)))
+            pieces.append((box, self._read(name, *self._memory(name, chunk.offsets), dtype, chunk.sizes)))
         return Scattered(dtype, tensor.size, tuple(pieces))
 
-    def _memory(self, place: _StoragePlace) -> memoryview:
-        path = self.path / place.relative_path
-        if path not in self.maps:
-            self.maps[path] = map_file(path)
-        return self.maps[path][place.offset : place.offset + place.length]
-
-    def _place(self, name: str, offsets: tuple[int, ...] | None) -> _StoragePlace:
+    def _memory(self, name: str, offsets: tuple[int, ...] | None) -> tuple[int, memoryview]:
+        """The bytes of a value or a chunk, after the place in the file at which they begin."""
         place = self.places.get(_MetadataIndex(name, offsets))
         if place is None:
             raise Malformed(f"it has no place for {name!r}")
@@ -186,30 +176,29 @@ class _DcpFolder(Struct):
         if Path(place.relative_path).name != place.relative_path or place.relative_path == "..":
             raise Malformed(f"{name!r} is outside the folder, at {place.relative_path!r}")
         path = self.path / place.relative_path
-        if not path.is_file() or path.stat().st_size < place.offset + place.length:
+        if path not in self.maps and path.is_file():
+            self.maps[path] = map_file(path)
+        if path not in self.maps or len(self.maps[path]) < place.offset + place.length:
             raise CorruptObject(f"{path} is missing or truncated", "Copy the folder again, with the files of all ranks")
-        return place
+        return place.offset, self.maps[path][place.offset : place.offset + place.length]
 
-    def _read(self, name: str, place: _StoragePlace, dtype: torch.dtype, sizes: tuple[int, ...]) -> Read:
+    def _read(self, name: str, at: int, memory: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> Read:
         """Reads the elements of one chunk; its tensor is located in the file at the first read."""
-        if prod(sizes) * dtype.itemsize > place.length:
+        if prod(sizes) * dtype.itemsize > len(memory):
             raise Malformed(f"a chunk of {name!r} is larger than its place in the file")
 
         @cache
         def find() -> Read:
             what = f"{name!r} of {self.path}"
             try:
-                tensor = read_archive(self._memory(place), what, Budget(what, _MOST))
+                tensor = read_archive(memory, what, Budget(what, _MOST))
                 if not isinstance(tensor, StridedTensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
-                    raise CorruptObject(f"{what}: the tensor at byte {place.offset} does not match the metadata")
+                    raise CorruptObject(f"{what}: the tensor at byte {at} does not match the metadata")
                 return tensor.reader()
             except (UnsupportedObject, ValueError) as error:
                 raise CorruptObject(f"{what} cannot be read: {error}", "Copy the folder again") from error
 
-        def read(start: int, buffer: memoryview) -> None:
-            find()(start, buffer)
-
-        return read
+        return lambda start, buffer: find()(start, buffer)
 
 
 class _PathNode(dict[str | int, Any]):

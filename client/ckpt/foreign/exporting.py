@@ -35,11 +35,8 @@ from ckptstore.stores.local import sync_folder
 from ckptstore.values import Value
 
 _ALIGNMENT = 64
-_RNG = "rng"
-"""Random state, which every rank has and no other program expects."""
 _POSITION = {"kind", "epoch", "batches", "set_epoch", "start", "generators"}
 """Fields of a position in a ckpt.data.resumable loader: it means something only to such a loader."""
-_THREADS = min(4, DEFAULT_THREADS)  # each holds some 40 MB
 
 
 class FileFormat(StrEnum):
@@ -72,10 +69,9 @@ class Selection:
     entries: tuple[str, ...]
     items: tuple[str, ...]
     """The trees (model, optim, ...) of the exported entries."""
-    raw_bytes: int
-    left_out: tuple[str, ...] = ()
+    left_out: list[str]
     """The state that each rank keeps for itself, by item, if tensors are in it and no names were given."""
-    positions: tuple[str, ...] = ()
+    positions: list[str]
     """The same of positions in data loaders, whose tensors are states of generators."""
 
 
@@ -93,7 +89,8 @@ class Export(Value):
     def fetch(self, wants: Iterable[Want], buffers: Mapping[str, memoryview]) -> None:
         """Read entries into buffers and verify every chunk. Raises Damaged, ObjectMissing or Unavailable."""
         reads = plan_reads(cast_content(self.content, self.dtype), wants)
-        fetch(self.source, self.checkpoint, reads, buffers, self.progress, _THREADS)
+        # Each thread holds some 40 MB.
+        fetch(self.source, self.checkpoint, reads, buffers, self.progress, min(4, DEFAULT_THREADS))
 
     @contextmanager
     def scratch(self, folder: Path) -> Iterator[dict[str, memoryview]]:
@@ -146,30 +143,30 @@ def select(checkpoint: Checkpoint, content: Content, pattern: str | None, local:
     assets, and state that belongs to single ranks, which has no place in a file for other programs. local: that of
     rank 0.
     """
-    names = (*content.entries.name, *content.aliases)
     # Entries rank-00000/... belong to one rank alone.
     apart = re.compile(rf"rank-\d{{5,}}/|{ASSETS}/")
-    matching = {n for n in names if (not apart.match(n) if pattern is None else fnmatchcase(n, pattern))}
-    chosen = {content.aliases.get(name, name) for name in matching}
+    chosen = {
+        content.aliases.get(name, name)
+        for name in (*content.entries.name, *content.aliases)
+        if (not apart.match(name) if pattern is None else fnmatchcase(name, pattern))
+    }
     items = tuple(
         item
         for item, tree in content.trees.items()
-        if (pattern is None and item != ASSETS)
-        or (pattern is not None and fnmatchcase(f"{item}/", pattern))
+        if (item != ASSETS if pattern is None else fnmatchcase(f"{item}/", pattern))
         or any(leaf.get("name") in chosen for _, leaf in leaves(tree, item))
     )
     if not chosen and not items:
         problem = "holds nothing that can be exported" if pattern is None else f"has nothing that matches {pattern!r}"
         raise InvalidRequest(f"{checkpoint.id} {problem}", f"ckptctl show {checkpoint.id} lists the names")
-    sizes = entry_bytes(content)
     entries = tuple(name for name in content.entries.name if name in chosen)
     left_out, positions = list[str](), list[str]()
     for item, tree in sorted(local.items()):
-        count = sum(1 for _ in leaves(tree, item)) if item != _RNG else 0
-        if count and pattern is None:
+        # Every rank has random state, and no other program expects it.
+        if pattern is None and item != "rng" and (count := len(list(leaves(tree, item)))):
             kind = positions if isinstance(tree, dict) and tree.keys() >= _POSITION else left_out
             kind.append(f"{item} ({human.count(count, 'tensor')})")
-    return Selection(entries, items, sum(sizes[name] for name in entries), tuple(left_out), tuple(positions))
+    return Selection(entries, items, left_out, positions)
 
 
 def select_named(source: Source, checkpoint: Checkpoint, content: Content, selection: Selection) -> Selection:
@@ -178,9 +175,7 @@ def select_named(source: Source, checkpoint: Checkpoint, content: Content, selec
     Raises InvalidRequest if more than one item is selected.
     """
     named = set(open_weights(source, checkpoint, _item(content, selection)).entries.values())
-    sizes = entry_bytes(content)
-    entries = tuple(name for name in selection.entries if name in named)
-    return replace(selection, entries=entries, raw_bytes=sum(sizes[name] for name in entries))
+    return replace(selection, entries=tuple(name for name in selection.entries if name in named))
 
 
 def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path], None]) -> None:
@@ -197,7 +192,12 @@ def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path]
         else:
             temporary.touch(exist_ok=False)
         fill(temporary)
-        _sync(temporary)
+        files = _files(temporary)
+        for file in files:
+            with open(file, "rb+") as opened:
+                sync(opened.fileno())
+        for folder in {file.parent for file in files} if kind.is_folder else ():
+            sync_folder(folder)
         _check_free(path, kind, force)
         os.replace(temporary, path)
         sync_folder(path.parent)
@@ -213,14 +213,6 @@ def write_whole(path: Path, kind: FileFormat, force: bool, fill: Callable[[Path]
 def size_on_disk(path: Path) -> int:
     """Size of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in _files(path))
-
-
-def _sync(path: Path) -> None:
-    for file in _files(path):
-        with open(file, "rb+") as opened:
-            sync(opened.fileno())
-    for folder in {file.parent for file in _files(path)} if path.is_dir() else ():
-        sync_folder(folder)
 
 
 def _files(path: Path) -> list[Path]:
@@ -251,7 +243,7 @@ def writer_of(kind: FileFormat, max_shard_bytes: int) -> ExportWriter:
     if kind.is_model:
         return lambda export, folder: write_huggingface(export, folder, max_shard_bytes, kind is FileFormat.PEFT)
     try:
-        from ckpt.foreign.writing import require_loadable, write_dcp, write_torch
+        from ckpt.foreign.writing import build_state, require_loadable, write_dcp, write_torch
     except ModuleNotFoundError as error:
         raise missing_torch(error) from error
     write = write_dcp if kind is FileFormat.DCP else write_torch
@@ -260,7 +252,7 @@ def writer_of(kind: FileFormat, max_shard_bytes: int) -> ExportWriter:
         content, items = export.content, export.selection.items
         require_loadable(content, items)
         with export.scratch(path if kind.is_folder else path.parent) as data:
-            write(content, items, data, path)
+            write(build_state(content, items, data), path)
 
     return write_state
 

@@ -109,9 +109,8 @@ def _upload(run: Run, attempt: Attempt, placed: Sequence[Placed], foreign: Forei
         done = total
 
     name, spans = names.shard_name(0), ((memoryview(b""), span) for span in plan_chunks(placed))
-    key = run.keys.shard(attempt, name)
     with closing(encode_stream(spans, encode)) as encoded:
-        uploaded = upload_shard(run.store, key, raw_bytes(placed), encoded, report)
+        uploaded = upload_shard(run.store, run.keys.shard(attempt, name), raw_bytes(placed), encoded, report)
     return Shard(name=name, rank=0, chunks=chunk_table(uploaded.chunks))
 
 
@@ -143,8 +142,6 @@ _FOLDERS = {
     ForeignFormat.ACCELERATE: ("optimizer.bin", "optimizer.pt"),
 }
 """Files by which each folder is recognized."""
-_OWN = "checkpoint"
-"""The metadata key with which ckptctl exports name their checkpoint."""
 
 
 def choose_format(path: Path, given: ForeignFormat | None) -> ForeignFormat:
@@ -178,13 +175,15 @@ def read_foreign(path: Path, kind: ForeignFormat, item: str) -> ForeignState:
             from ckpt.foreign.trainer_folder import read_accelerate, read_deepspeed
         except ModuleNotFoundError as error:
             raise missing_torch(error) from error
-        if kind is ForeignFormat.ACCELERATE:
-            foreign = read_accelerate(path, item)
-            if _file(path).is_file():
-                foreign.add(read_safetensors(_file(path), item))
-            return foreign
-        readers = {ForeignFormat.DCP: read_dcp, ForeignFormat.DEEPSPEED: read_deepspeed}
-        return readers.get(kind, read_torch)(path, item)
+        readers = {
+            ForeignFormat.DCP: read_dcp,
+            ForeignFormat.DEEPSPEED: read_deepspeed,
+            ForeignFormat.ACCELERATE: read_accelerate,
+        }
+        foreign = readers.get(kind, read_torch)(path, item)
+        if kind is ForeignFormat.ACCELERATE and _file(path).is_file():
+            foreign.add(read_safetensors(_file(path), item))
+        return foreign
     except OSError as error:
         raise InvalidRequest(f"{path} cannot be read: {error}", "Check its permissions") from error
 
@@ -205,7 +204,7 @@ def read_safetensors(path: Path, item: str) -> ForeignState:
     found: set[str] = set()
     for file in files:
         tensors, metadata = read_header(file)
-        is_own = _OWN in metadata
+        is_own = "checkpoint" in metadata  # as exports of ckptctl name theirs
         prefix = "" if is_own else f"{item}/"
         entries = {tensor.name: prefix + tensor.name for tensor in tensors}
         if twice := found & entries.keys():

@@ -151,10 +151,15 @@ def record_maker(name: str) -> Maker:
     return Maker(lambda *_: kind())
 
 
-def ordered_dict(*args: Any) -> OrderedDict[Any, Any]:
+def called(maker: Any, args: Any) -> Any:
+    """The object that a function of a pickle makes. Raises Malformed, or TypeError for another number of arguments."""
+    if type(maker) not in (Maker, LeftOut) or type(args) is not tuple:
+        raise Malformed("a call of something that cannot be called")
+    return maker.make(*args) if type(maker) is Maker else maker.called(args)
+
+
+def ordered_dict() -> OrderedDict[Any, Any]:
     """An empty one: its items follow."""
-    if args:
-        raise Malformed("an OrderedDict with arguments")
     return OrderedDict()
 
 
@@ -169,36 +174,26 @@ def only(kind: type, what: str) -> Maker:
     return Maker(check)
 
 
-def read_pickle(
-    data: bytes,
-    what: str,
-    names: Mapping[str, Any],
-    budget: Budget,
-    persistent: Callable[[Any], Any] | None = None,
-) -> Any:
-    """The object in a pickle. names: the globals that it may name, as module.name. persistent: resolves references to
-    other records; other names are then left out.
-
-    The caller has granted the budget the size of the data, before reading it. Raises UnsupportedObject for any other
-    name and if the budget is exceeded, Malformed if the pickle is damaged.
-    """
-    return _Reader(data, what, names, budget, persistent).read()
-
-
-class _Reader(Struct):
-    """The state of one read: a stack of objects, the stacks below its marks, and the memo."""
+class PickleReader(Struct):
+    """One read of a pickle, once."""
 
     _data: bytes
     _what: str
     _names: Mapping[str, Any]
+    """The globals that the pickle may name, as module.name."""
     _budget: Budget
-    _persistent: Callable[[Any], Any] | None
+    """Its user has granted it the size of the data, before reading them."""
+    _persistent: Callable[[Any], Any] | None = None
+    """Resolves references to other records; other names are then left out."""
     _at: int = 0
     _stack: list[Any] = []
     _marks: list[list[Any]] = []
+    """The stacks below the marks."""
     _memo: dict[int, Any] = {}
 
     def read(self) -> Any:
+        """The object. Raises UnsupportedObject for any other name and if the budget is exceeded, Malformed if the
+        pickle is damaged."""
         try:
             for count in range(self._budget.left // _PER_INSTRUCTION):
                 code = self._data[self._at]
@@ -213,7 +208,7 @@ class _Reader(Struct):
 
     # Reading arguments.
 
-    def take(self, count: int) -> bytes:
+    def _take(self, count: int) -> bytes:
         if count < 0:
             raise Malformed("a negative size")
         data = self._data[self._at : self._at + count]
@@ -222,8 +217,8 @@ class _Reader(Struct):
         self._at += count
         return data
 
-    def number(self, kind: str) -> Any:
-        return struct.unpack(kind, self.take(struct.calcsize(kind)))[0]
+    def _number(self, kind: str) -> Any:
+        return struct.unpack(kind, self._take(struct.calcsize(kind)))[0]
 
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at)
@@ -233,43 +228,37 @@ class _Reader(Struct):
         self._at = end + 1
         return line.decode()
 
-    def unmark(self) -> list[Any]:
+    def _unmark(self) -> list[Any]:
         items, self._stack = self._stack, self._marks.pop()
         return items
 
     # Instructions.
 
-    def mark(self) -> None:
+    def _mark(self) -> None:
         self._marks.append(self._stack)
         self._stack = []
 
-    def push(self, value: Any) -> None:
+    def _push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def put(self, index: int) -> None:
-        self._memo[index] = self._stack[-1]
-
-    def get(self, index: int) -> None:
-        self.push(self._memo[index])
-
-    def tuple_of(self, count: int) -> None:
+    def _pop(self, count: int) -> list[Any]:
         items = self._stack[-count:]
         if len(items) < count:
-            raise Malformed("a tuple lacks items")
-        self._stack[-count:] = [tuple(items)]
+            raise IndexError("it lacks items")
+        del self._stack[-count:]
+        return items
 
-    def extend(self, items: list[Any]) -> None:
+    def _put(self, index: int) -> None:
+        self._memo[index] = self._stack[-1]
+
+    def _extend(self, items: list[Any]) -> None:
         if self._within(items):
             return
         if type(self._stack[-1]) is not list:
             raise Malformed("items are added to something else than a list")
         self._stack[-1].extend(items)
 
-    def set_item(self) -> None:
-        value = self._stack.pop()
-        self.update([self._stack.pop(), value])
-
-    def update(self, items: list[Any]) -> None:
+    def _update(self, items: list[Any]) -> None:
         if self._within(items):
             return
         target = self._stack[-1]
@@ -285,13 +274,6 @@ class _Reader(Struct):
             self._stack[-1].parts += items
         return found
 
-    def named(self) -> None:
-        self._name(self._line(), self._line())
-
-    def named_on_stack(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        self._name(module, name)
-
     def _name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise Malformed("a name is not text")
@@ -299,23 +281,21 @@ class _Reader(Struct):
         unknown = LeftOut(known)
         if known not in self._names and self._persistent is None:
             raise unknown.refusal(self._what)
-        self.push(self._names.get(known, unknown))
+        self._push(self._names.get(known, unknown))
 
-    def call(self) -> None:
-        args, maker = self._stack.pop(), self._stack.pop()
-        if type(maker) not in (Maker, LeftOut) or type(args) is not tuple:
-            raise Malformed("a call of something that cannot be called")
-        unknown = next((one for one in (maker, *args) if type(one) is LeftOut), None)
+    def _call(self) -> None:
+        maker, args = self._pop(2)
         try:
-            self.push(maker.make(*args) if type(maker) is Maker else maker.called(args))
+            self._push(called(maker, args))
         except CkptError:
             raise
         except TypeError as error:  # another number of arguments
+            unknown = next((one for one in (maker, *args) if type(one) is LeftOut), None)
             if unknown is None:
                 raise Malformed(str(error)) from error
-            self.push(unknown.called(args))
+            self._push(unknown.called(args))
 
-    def build(self) -> None:
+    def _build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
         if self._within([state]):
@@ -323,14 +303,14 @@ class _Reader(Struct):
         if isinstance(target, Record):
             target.set(state)
         elif type(target) is dict and type(state) is dict:
-            self.update([part for item in state.items() for part in item])
+            self._update([part for item in state.items() for part in item])
         elif type(target) is not OrderedDict:  # its attributes, such as the _metadata of a state dict, are left out
             raise Malformed("a state of something that has none")
 
-    def resolve(self) -> None:
+    def _resolve(self) -> None:
         if self._persistent is None:
             raise Malformed("it refers to another file")
-        self.push(self._persistent(self._stack.pop()))
+        self._push(self._persistent(self._stack.pop()))
 
 
 def check_key(key: Any, budget: Budget) -> None:
@@ -350,12 +330,12 @@ def check_key(key: Any, budget: Budget) -> None:
             raise Malformed("a key cannot be hashed")
 
 
-def _pushes(kind: str) -> Callable[[_Reader], None]:
-    return lambda reader: reader.push(reader.number(kind))
+def _pushes(kind: str) -> Callable[[PickleReader], None]:
+    return lambda reader: reader._push(reader._number(kind))
 
 
-def _pushes_sized(kind: str, convert: Callable[[bytes], Any]) -> Callable[[_Reader], None]:
-    return lambda reader: reader.push(convert(reader.take(reader.number(kind))))
+def _pushes_sized(kind: str, convert: Callable[[bytes], Any]) -> Callable[[PickleReader], None]:
+    return lambda reader: reader._push(convert(reader._take(reader._number(kind))))
 
 
 def _long(data: bytes) -> int:
@@ -368,49 +348,50 @@ def _text(data: bytes) -> str:
 
 _MODULES = {"__builtin__": "builtins"}  # by its name in Python 2, and so in protocol 2
 _STOP = ord(".")
-_INSTRUCTIONS: dict[int, Callable[[_Reader], object]] = {
-    0x80: lambda reader: reader.take(1),  # PROTO
-    0x95: lambda reader: reader.take(8),  # FRAME
-    ord("("): _Reader.mark,
-    ord("0"): lambda reader: reader._stack.pop(),
-    ord("N"): lambda reader: reader.push(None),
-    0x88: lambda reader: reader.push(True),
-    0x89: lambda reader: reader.push(False),
-    ord("J"): _pushes("<i"),
-    ord("K"): _pushes("<B"),
-    ord("M"): _pushes("<H"),
-    ord("G"): _pushes(">d"),
-    0x8A: _pushes_sized("<B", _long),
-    0x8B: _pushes_sized("<i", _long),
-    0x8C: _pushes_sized("<B", _text),
-    ord("X"): _pushes_sized("<I", _text),
-    0x8D: _pushes_sized("<Q", _text),
-    ord("U"): _pushes_sized("<B", _text),
-    ord("T"): _pushes_sized("<i", _text),
-    ord("C"): _pushes_sized("<B", bytes),
-    ord("B"): _pushes_sized("<I", bytes),
-    0x8E: _pushes_sized("<Q", bytes),
-    ord("]"): lambda reader: reader.push([]),
-    ord("a"): lambda reader: reader.extend([reader._stack.pop()]),
-    ord("e"): lambda reader: reader.extend(reader.unmark()),
-    ord("}"): lambda reader: reader.push({}),
-    ord("s"): _Reader.set_item,
-    ord("u"): lambda reader: reader.update(reader.unmark()),
-    ord(")"): lambda reader: reader.push(()),
-    ord("t"): lambda reader: reader.push(tuple(reader.unmark())),
-    0x85: lambda reader: reader.tuple_of(1),
-    0x86: lambda reader: reader.tuple_of(2),
-    0x87: lambda reader: reader.tuple_of(3),
-    ord("c"): _Reader.named,
-    0x93: _Reader.named_on_stack,
-    ord("R"): _Reader.call,
-    0x81: _Reader.call,  # NEWOBJ
-    ord("b"): _Reader.build,
-    ord("Q"): _Reader.resolve,
-    ord("q"): lambda reader: reader.put(reader.number("<B")),
-    ord("r"): lambda reader: reader.put(reader.number("<I")),
-    0x94: lambda reader: reader.put(len(reader._memo)),
-    ord("h"): lambda reader: reader.get(reader.number("<B")),
-    ord("j"): lambda reader: reader.get(reader.number("<I")),
+_CODES: dict[str, Callable[[PickleReader], object]] = {
+    "\x80": lambda reader: reader._take(1),  # PROTO
+    "\x95": lambda reader: reader._take(8),  # FRAME
+    "(": PickleReader._mark,
+    "0": lambda reader: reader._pop(1),
+    "N": lambda reader: reader._push(None),
+    "\x88": lambda reader: reader._push(True),
+    "\x89": lambda reader: reader._push(False),
+    "J": _pushes("<i"),
+    "K": _pushes("<B"),
+    "M": _pushes("<H"),
+    "G": _pushes(">d"),
+    "\x8a": _pushes_sized("<B", _long),
+    "\x8b": _pushes_sized("<i", _long),
+    "\x8c": _pushes_sized("<B", _text),
+    "X": _pushes_sized("<I", _text),
+    "\x8d": _pushes_sized("<Q", _text),
+    "U": _pushes_sized("<B", _text),
+    "T": _pushes_sized("<i", _text),
+    "C": _pushes_sized("<B", bytes),
+    "B": _pushes_sized("<I", bytes),
+    "\x8e": _pushes_sized("<Q", bytes),
+    "]": lambda reader: reader._push([]),
+    "a": lambda reader: reader._extend(reader._pop(1)),
+    "e": lambda reader: reader._extend(reader._unmark()),
+    "}": lambda reader: reader._push({}),
+    "s": lambda reader: reader._update(reader._pop(2)),
+    "u": lambda reader: reader._update(reader._unmark()),
+    ")": lambda reader: reader._push(()),
+    "t": lambda reader: reader._push(tuple(reader._unmark())),
+    "\x85": lambda reader: reader._push(tuple(reader._pop(1))),
+    "\x86": lambda reader: reader._push(tuple(reader._pop(2))),
+    "\x87": lambda reader: reader._push(tuple(reader._pop(3))),
+    "c": lambda reader: reader._name(reader._line(), reader._line()),
+    "\x93": lambda reader: reader._name(*reader._pop(2)),
+    "R": PickleReader._call,
+    "\x81": PickleReader._call,  # NEWOBJ
+    "b": PickleReader._build,
+    "Q": PickleReader._resolve,
+    "q": lambda reader: reader._put(reader._number("<B")),
+    "r": lambda reader: reader._put(reader._number("<I")),
+    "\x94": lambda reader: reader._put(len(reader._memo)),
+    "h": lambda reader: reader._push(reader._memo[reader._number("<B")]),
+    "j": lambda reader: reader._push(reader._memo[reader._number("<I")]),
 }
 """The operations that torch and protocols 2 to 4 use, by opcode."""
+_INSTRUCTIONS = {ord(code): instruction for code, instruction in _CODES.items()}

@@ -16,7 +16,7 @@ import torch
 from msgspec import Struct, field
 
 from ckpt.capture.arrays import byte_view
-from ckpt.capture.modules import canonical
+from ckpt.capture.modules import STATISTICS, canonical
 from ckpt.capture.tensors import small_leaf
 from ckpt.capture.train_state import MODEL, OPTIMIZER
 from ckpt.dtypes import BY_NAME, NAMES
@@ -27,7 +27,7 @@ from ckptstore.errors import CorruptObject, InvalidRequest, UnsupportedObject
 from ckptstore.format.boxes import Box
 from ckptstore.format.documents import JSON
 from ckptstore.format.shards import Slice
-from ckptstore.format.trees import TAG, children, encode_tree, with_records
+from ckptstore.format.trees import TAG, children, encode_tree, unique, with_records
 from ckptstore.values import Value
 
 _RENAMED = {
@@ -40,7 +40,6 @@ _RENAMED = {
 }
 _WRAPPER = "module."
 _NUMBERED = "_by_number"
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Scattered(Value):
@@ -59,14 +58,14 @@ class _Builder(Struct):
 
     path: str
     foreign: ForeignState = field(default_factory=ForeignState)
-    _names: set[str] = set()
+    _names: dict[str, None] = {}
     _seen: dict[tuple[object, ...], str] = {}
 
     def leaf(self, path: str, value: Any) -> JSON:
         if isinstance(value, Scattered):
-            name, dtype = self._fresh(path), self._dtype(path, value.dtype)
-            slices = [(Slice(name, dtype, value.shape, box), read) for box, read in value.pieces]
-            self.foreign.parts += [ForeignSlice(piece, read) for piece, read in slices]
+            name, dtype = unique(path, self._names), self._dtype(path, value.dtype)
+            for box, read in value.pieces:
+                self.foreign.parts.append(ForeignSlice(Slice(name, dtype, value.shape, box), read))
             return {TAG: "tensor", "name": name}
         if isinstance(value, StridedTensor):
             return {TAG: "tensor", "name": self._tensor(path, value)}
@@ -86,12 +85,10 @@ class _Builder(Struct):
                 f"tensor at {path!r} of {self.path} is larger than its storage", "Save its .contiguous()"
             )
         key = (*tensor.place, dtype, tensor.shape, tensor.strides, tensor.conjugated, tensor.negated)
-        known = self._seen.get(key)
-        name = self._fresh(path)
-        if known is not None and tensor.nbytes:
-            self.foreign.aliases[name] = known
-            return known
-        self._seen[key] = name
+        name = unique(path, self._names)
+        if tensor.nbytes and (first := self._seen.setdefault(key, name)) != name:
+            self.foreign.aliases[name] = first
+            return first
         try:
             self.foreign.parts.append(ForeignSlice(Slice.whole(name, dtype, tensor.shape), tensor.reader()))
         except ValueError as error:
@@ -102,15 +99,6 @@ class _Builder(Struct):
         if dtype not in NAMES:
             raise UnsupportedObject(f"{path!r} of {self.path} has type {dtype}", "Convert it to another type")
         return NAMES[dtype]
-
-    def _fresh(self, path: str) -> str:
-        # A dict may have the keys 1 and "1", whose paths are equal.
-        name, count = path, 1
-        while name in self._names:
-            count += 1
-            name = f"{path}#{count}"
-        self._names.add(name)
-        return name
 
 
 def to_foreign(state: Any, item: str, path: str, budget: Budget) -> ForeignState:
@@ -283,7 +271,7 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for name, value in model.items():
         if not isinstance(value, StridedTensor | Scattered) or not value.dtype.is_floating_point:
             continue
-        if name.rpartition(".")[2] in _BUFFERS or (isinstance(value, StridedTensor) and value.place in seen):
+        if name.rpartition(".")[2] in STATISTICS or (isinstance(value, StridedTensor) and value.place in seen):
             continue
         if isinstance(value, StridedTensor) and value.nbytes:
             seen.add(value.place)

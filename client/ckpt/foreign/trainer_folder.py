@@ -79,10 +79,8 @@ def read_deepspeed(path: Path, item: str) -> ForeignState:
 
 def read_accelerate(path: Path, item: str) -> ForeignState:
     """The state in the files of torch in a folder of Accelerate, or of transformers' Trainer. Raises as read_torch."""
-    budget, state = Budget(str(path), _MOST), {}
-    for name, key in _ACCELERATE.items():
-        if (path / name).is_file():
-            state[key] = read_file(path / name, budget)
+    budget = Budget(str(path), _MOST)
+    state = {key: read_file(path / name, budget) for name, key in _ACCELERATE.items() if (path / name).is_file()}
     return to_foreign(state, item, str(path), budget)
 
 

@@ -33,20 +33,15 @@ def require_loadable(content: Content, items: Collection[str]) -> None:
     file = io.BytesIO()
     torch.save(build_state(content, items, {}), file)
     file.seek(0)
-    refused = get_unsafe_globals_in_checkpoint(file)
-    if refused:
+    if refused := get_unsafe_globals_in_checkpoint(file):
         raise UnsupportedObject(
             f"the state holds {', '.join(sorted(refused))}, which torch.load(weights_only=True) refuses",
             "Export to .safetensors, or export a part with --names",
         )
 
 
-def write_torch(content: Content, items: Collection[str], data: Data, path: Path) -> None:
-    """Write the trees `items` as one nested dict to a file; not yet durable on return.
-
-    Raises CorruptObject and OSError.
-    """
-    state = build_state(content, items, data)
+def write_torch(state: dict[str, Any], path: Path) -> None:
+    """Write a nested dict to a file; not yet durable on return. Raises OSError."""
     with open(path, "wb") as file:
         try:
             torch.save(state, file)
@@ -54,12 +49,11 @@ def write_torch(content: Content, items: Collection[str], data: Data, path: Path
             raise _disk_error(error) from None
 
 
-def write_dcp(content: Content, items: Collection[str], data: Data, path: Path) -> None:
-    """Write the trees `items` to a folder that torch.distributed.checkpoint.load reads; not yet durable on return.
+def write_dcp(state: dict[str, Any], path: Path) -> None:
+    """Write a nested dict to a folder that torch.distributed.checkpoint.load reads; not yet durable on return.
 
-    Keys of dicts become strings, and tied tensors are stored separately. Raises CorruptObject and OSError.
+    Keys of dicts become strings, and tied tensors are stored separately. Raises OSError.
     """
-    state = build_state(content, items, data)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -72,7 +66,8 @@ def build_state(content: Content, items: Collection[str], data: Data) -> dict[st
     """The trees `items` with tensors as leaves. Arrays become tensors, numpy scalars Python numbers, dataclasses and
     named tuples dicts, paths and dates text, and time differences seconds.
 
-    A tensor without `data` is omitted from its dict; in a list or tuple it is None. Tied tensors are one tensor.
+    A tensor without `data` is omitted from its dict; in a list or tuple it is None. Tied tensors are one tensor. Raises
+    CorruptObject.
     """
     rows = content.entries.rows()
     tensors = {name: _tensor(dtype, shape, data[name]) for name, dtype, shape in rows if name in data}
@@ -100,8 +95,7 @@ def _disk_error(error: BaseException) -> BaseException:
     while seen is not None:
         if isinstance(seen, OSError):
             return seen
-        failures = getattr(seen, "failures", None)
-        if failures:
+        if failures := getattr(seen, "failures", None):
             return _disk_error(next(iter(failures.values()))[0])
         seen = seen.__cause__ or seen.__context__
     return error

@@ -41,10 +41,16 @@ def save_state(accelerator: Accelerator, step: int, metrics: Mapping[str, float]
     `load_state` was not called.
     """
     default.current()._saves.looks = False
+    scaler = accelerator.scaler
+    trainer = {
+        "step": accelerator.step,
+        "schedulers": [one.state_dict() for one in accelerator._schedulers],
+        "custom": [one.state_dict() for one in accelerator._custom_objects],
+        "scaler": scaler and scaler.state_dict(),
+    }
     return default.save_async(
         _model(accelerator), _optimizers(accelerator), step,
-        grads=not accelerator.sync_gradients, metrics=metrics, shared={"trainer": _state(accelerator)},
-        **_extras(accelerator),
+        grads=not accelerator.sync_gradients, metrics=metrics, shared={"trainer": trainer}, **_extras(accelerator),
     )  # fmt: skip
 
 
@@ -67,8 +73,17 @@ def load_state(accelerator: Accelerator, checkpoint: str | int | None = None, st
     if restored is None:
         return None
     saved = restored.values["trainer"]
-    _load_each("schedulers", accelerator._schedulers, saved["schedulers"])
-    _load_each("custom objects", accelerator._custom_objects, saved["custom"])
+    for kind, objects, states in (
+        ("schedulers", accelerator._schedulers, saved["schedulers"]),
+        ("custom objects", accelerator._custom_objects, saved["custom"]),
+    ):
+        if len(objects) != len(states):
+            raise StateMismatch(
+                f"the checkpoint has {len(states)} {kind}, and the accelerator {len(objects)}",
+                "Prepare and register the objects that were saved",
+            )
+        for one, state in zip(objects, states, strict=True):
+            one.load_state_dict(state)
     if accelerator.scaler is not None and saved["scaler"] is not None:
         accelerator.scaler.load_state_dict(saved["scaler"])
     accelerator.step = saved["step"]
@@ -87,11 +102,6 @@ class _Tracked(ResumableLoader[Any]):
     def __class__(self, value: type) -> None:
         raise TypeError("the class of a loader is fixed")
 
-    @property
-    def begun(self) -> Any:
-        """The iteration that a loop goes through, also at its last batch; None otherwise."""
-        return None if self._iteration is None else self._iteration()
-
 
 class _Position:
     """The position of a prepared loader: Accelerate fetches one batch ahead, and notes the state before it does.
@@ -104,31 +114,31 @@ class _Position:
         self._loader, self._tracked = loader, loader.base_dataloader
 
     def state_dict(self) -> dict[str, Any]:
-        begun = self._tracked.begun
+        iteration = self._tracked._iteration
+        begun = iteration and iteration()  # the one that a loop goes through, also at its last batch; None otherwise
         noted = self._tracked.state_dict() if begun is None else self._loader.dl_state_dict
-        position = {name: value for name, value in noted.items() if name != "_iterator_finished"}
         ends = begun is not None and begun.ended  # at the last batch: counted when the loop asks for one more
-        return {**position, _ITERATION: self._loader.iteration + int(ends)}
+        return {**_without("_iterator_finished", noted), _ITERATION: self._loader.iteration + int(ends)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._tracked.load_state_dict(_position(state))
+        self._tracked.load_state_dict(_without(_ITERATION, state))
         self._loader.set_epoch(state[_ITERATION])
         self._loader.dl_state_dict = self._tracked.state_dict()
 
     def check_state_dicts(self, states: Sequence[Any]) -> None:
-        self._tracked.check_state_dicts([_position(state) for state in states])
+        self._tracked.check_state_dicts([_without(_ITERATION, state) for state in states])
 
     def restore_rng_at_position(self, restore_rng: RngOnce) -> None:
         self._tracked.restore_rng_at_position(restore_rng)
 
 
-def _position(state: dict[str, Any]) -> dict[str, Any]:
+def _without(left_out: str, state: dict[str, Any]) -> dict[str, Any]:
     """The part that the resumable loader made."""
-    return {name: value for name, value in state.items() if name != _ITERATION}
+    return {name: value for name, value in state.items() if name != left_out}
 
 
 def _model(accelerator: Accelerator) -> nn.Module | None:
-    return accelerator._models[0] if accelerator._models else None
+    return next(iter(accelerator._models), None)
 
 
 def _optimizers(accelerator: Accelerator) -> list[Optimizer] | None:
@@ -137,26 +147,6 @@ def _optimizers(accelerator: Accelerator) -> list[Optimizer] | None:
 
 def _extras(accelerator: Accelerator) -> dict[str, Any]:
     """The other models, and positions of loaders. Iterable data sets that the first rank fetches for all have none."""
-    loaders = [one for one in accelerator._dataloaders if isinstance(one, DataLoaderShard)]
+    loaders = (one for one in accelerator._dataloaders if isinstance(one, DataLoaderShard))
     positions = {f"loader{i or ''}": _Position(loader) for i, loader in enumerate(loaders)}
     return {f"model{i}": model for i, model in enumerate(accelerator._models) if i} | positions
-
-
-def _state(accelerator: Accelerator) -> dict[str, Any]:
-    scaler = accelerator.scaler
-    return {
-        "step": accelerator.step,
-        "schedulers": [one.state_dict() for one in accelerator._schedulers],
-        "custom": [one.state_dict() for one in accelerator._custom_objects],
-        "scaler": None if scaler is None else scaler.state_dict(),
-    }
-
-
-def _load_each(kind: str, objects: Sequence[Any], states: Sequence[Any]) -> None:
-    if len(objects) != len(states):
-        raise StateMismatch(
-            f"the checkpoint has {len(states)} {kind}, and the accelerator {len(objects)}",
-            "Prepare and register the objects that were saved",
-        )
-    for one, state in zip(objects, states, strict=True):
-        one.load_state_dict(state)

@@ -105,7 +105,10 @@ def add_assets(checkpointer: Checkpointer, model: Any, *others: Any) -> None:
         config.dtype = getattr(own, "dtype", config.dtype)
         owners += [config, vars(own).get("generation_config")]
         if prefix := module_name(f"{name}.".lstrip(".")):
-            files[NAMES] = _names(own, prefix)
+            # By which names readers know the tensors of a module inside another one.
+            tensors = {id(one): (name, one) for name, one in reversed(own.state_dict(keep_vars=True).items())}
+            names = {name: (prefix + name, 0, list(one.shape)) for name, one in tensors.values()}
+            files[NAMES] = json.dumps(names).encode()
     with TemporaryDirectory() as folder:
         for one in owners:
             try:
@@ -118,12 +121,6 @@ def add_assets(checkpointer: Checkpointer, model: Any, *others: Any) -> None:
         }
     if files or any(hasattr(one, "save_pretrained") for one in owners):  # on all ranks alike, although one cannot write
         checkpointer._assets = files
-
-
-def _names(module: Any, prefix: str) -> bytes:
-    """By which names readers know the tensors of a module inside another one; see NAMES."""
-    tensors = {id(one): (name, one) for name, one in reversed(module.state_dict(keep_vars=True).items())}
-    return json.dumps({name: (prefix + name, 0, list(one.shape)) for name, one in tensors.values()}).encode()
 
 
 MAX_BYTES = 4096
@@ -139,8 +136,7 @@ def noted(path: str) -> str | None:
     """The checkpoint that the file at this path names; None for another file, or none."""
     try:
         with fsspec.open(path, "rb") as file:  # type: ignore[no-untyped-call]
-            head = file.read(MAX_BYTES)
-        return str(json.loads(head)["ckptd"])
+            return str(json.loads(file.read(MAX_BYTES))["ckptd"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -149,6 +145,6 @@ def noted_beside(path: str) -> set[str]:
     """The checkpoints that other files in the same folder name."""
     files, own = fsspec.core.url_to_fs(path)  # type: ignore[no-untyped-call]
     folder = files._parent(own)
-    small = [one["name"] for one in files.ls(folder, detail=True) if (one["size"] or 0) <= MAX_BYTES]
+    small = (one["name"] for one in files.ls(folder, detail=True) if (one["size"] or 0) <= MAX_BYTES)
     found = (noted(files.unstrip_protocol(name)) for name in small if name != own)
-    return {name for name in found if name is not None}
+    return set(filter(None, found))

@@ -33,6 +33,7 @@ from ckpt.restoring.pipeline import Restored
 from ckpt.schedule import Schedule
 from ckpt.snapshot.handle import SaveHandle
 from ckptstore.errors import InvalidRequest, StateMismatch
+from ckptstore.format.trees import unique
 
 logger = logging.getLogger(__name__)
 
@@ -352,11 +353,11 @@ def fill(model: Any, items: Iterable[str], restored: Restored) -> None:
     live = variables(model)
     pairs, problems = [], []
     for item in items:
-        found: Mapping[str, Any] = restored.values[item]
-        problems += [f"{item}/{name} is on one side only" for name in sorted(found.keys() ^ live[item].keys())]
-        for name in found.keys() & live[item].keys():
-            whole = [(live[item][name], found[name])]
-            for variable, value in _by_replica(model, *whole[0]) if item == METRICS else whole:
+        found, here = restored.values[item], live[item]
+        problems += [f"{item}/{name} is on one side only" for name in sorted(found.keys() ^ here.keys())]
+        for name in found.keys() & here.keys():
+            pair = here[name], found[name]
+            for variable, value in _by_replica(model, *pair) if item == METRICS else [pair]:
                 pairs.append((variable, value))
                 if tuple(variable.shape) != tuple(value.shape):
                     shapes = f"{list(value.shape)} in the checkpoint, {list(variable.shape)} here"
@@ -400,12 +401,7 @@ def _optimizers(model: Any) -> dict[str, Any]:
 def _named(found: Iterable[Any], *prefixes: str) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for one in found:
-        name = path = reduce(str.removeprefix, prefixes, one.path)
-        count = 1
-        while name in named:
-            count += 1
-            name = f"{path}#{count}"
-        named[name] = one
+        named[unique(reduce(str.removeprefix, prefixes, one.path), named)] = one
     return named
 
 

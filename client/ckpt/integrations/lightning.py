@@ -254,7 +254,7 @@ class Loading:
         self._open = open_checkpointer
         self._stages: StagedRestore | None = None
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
-        strategy = trainer.strategy
+        self._strategy = strategy = trainer.strategy
         for name, answer in (
             ("load_checkpoint", self._checkpoint),
             ("load_model_state_dict", self._model),
@@ -292,10 +292,10 @@ class Loading:
         if restored is None:
             logger.info("run %s has no checkpoint yet", checkpointer.config.run_name)
             return _Nothing({"pytorch-lightning_version": lightning_version})
-        if self._trainer.strategy.restore_checkpoint_after_setup:
-            self._stages.model(self._trainer.strategy.model)
+        if self._strategy.restore_checkpoint_after_setup:
+            self._stages.model(self._strategy.model)
             if fitting:
-                self._stages.optimizers(self._trainer.strategy.optimizers)
+                self._stages.optimizers(self._strategy.optimizers)
         saved = restored.values["trainer"]
         loops = {**self._trainer._checkpoint_connector._get_loops_state_dict(), **saved["loops"]}
         return {"state_dict": {}, "optimizer_states": [], **saved, "loops": loops}
@@ -303,14 +303,14 @@ class Loading:
     def _model(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if self._stages is None:
             load(*args, **kwargs)
-        elif not self._trainer.strategy.restore_checkpoint_after_setup:
-            self._stages.model(self._trainer.strategy.model)
+        elif not self._strategy.restore_checkpoint_after_setup:
+            self._stages.model(self._strategy.model)
 
     def _optimizers(self, load: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
         if self._stages is None:
             load(checkpoint)
         else:
-            self._stages.optimizers(self._trainer.strategy.optimizers)
+            self._stages.optimizers(self._strategy.optimizers)
             self._gradients = [(one, one.grad) for one in self._trainer.lightning_module.parameters()]
 
     def _loader(self, process: Callable[[Any], Any], loader: Any) -> Any:
@@ -344,10 +344,9 @@ fsspec.register_implementation("ckptd", _Paths, clobber=True)  # type: ignore[no
 
 def loaders(trainer: Trainer) -> dict[str, Any]:
     """The loaders of training whose position is saved, by the names it is saved under."""
-    found = CombinedLoader(trainer.train_dataloader).flattened
     return {
         f"loader{i or ''}": one
-        for i, one in enumerate(found)
+        for i, one in enumerate(CombinedLoader(trainer.train_dataloader).flattened)
         if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
     }
 

@@ -95,8 +95,8 @@ class CkptdCheckpointIO(TorchCheckpointIO):
         restored = self._resumed.restore(checkpoint=named, rng=False)
         if restored is None:
             raise NoCheckpoint(f"{named} does not exist", "ckptctl ls lists the checkpoints")
-        tensors = {name: value for name, value in restored.values.items() if name != "trainer"}
-        return {**tensors, **restored.values["trainer"]}
+        others = restored.values.pop("trainer")
+        return {**restored.values, **others}
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the file, and the checkpoint unless another path names it or it is held or the newest of its run."""

@@ -95,13 +95,12 @@ class CkptdManager(BaseCheckpointManager):
         assets = _readers_files(sd_adapter, model_parts) if sd_adapter is not None else None
         self._checkpointer = Checkpointer(store, run=run, daemon=config.daemon, assets=assets)
         self._model: Any = model_parts[0] if len(model_parts) == 1 else model_parts
-        self._optimizers: list[torch.optim.Optimizer] = list(optimizers)
+        self._optimizers = list(optimizers)
         self._dataloader = dataloader
         self._extras = {**states, LR_SCHEDULER: lr_schedulers}
         if dataloader is not None:
             self._extras[DATALOADER] = dataloader
-        unknown = set(config.exclude_from_loading) - {OPTIMIZER, *self._extras}
-        if unknown:
+        if unknown := set(config.exclude_from_loading) - {OPTIMIZER, *self._extras}:
             raise InvalidRequest(
                 f"checkpoint.exclude_from_loading names {sorted(unknown)}, which is not saved",
                 f"Use {', '.join((OPTIMIZER, *self._extras))}",

@@ -24,7 +24,6 @@ from transformers.trainer_callback import ExportableState
 
 from ckpt.checkpointer import Checkpointer
 from ckpt.integrations.keeping import Keeper, add_assets
-from ckpt.restoring.pipeline import StagedRestore
 from ckptstore.errors import NoCheckpoint
 from ckptstore.format.records import Policy
 
@@ -60,7 +59,8 @@ class _CkptdTrainer(Trainer):
         self._checkpointer = checkpointer
         self._config = checkpointer.config
         self._keeper = Keeper(self._config, None)
-        self._stages: StagedRestore | None = None
+        self._stages: Any = None
+        """The restore that a training begins with."""
         self._folder = ""
         """The files that the trainer reads in a resume before it calls the methods below; made for each training."""
         self._last_saved: int | None = None
@@ -77,8 +77,10 @@ class _CkptdTrainer(Trainer):
             self._keeper = Keeper(self._config, self._policy())
         try:
             with tempfile.TemporaryDirectory() as self._folder:
-                if (named := self._named(resume_from_checkpoint)) is not None:
-                    resume_from_checkpoint = self._open(named)
+                if resume_from_checkpoint is True:
+                    resume_from_checkpoint = f"{SCHEME}{self._config.run_name}@latest"
+                if str(resume_from_checkpoint).startswith(SCHEME):
+                    resume_from_checkpoint = self._open(str(resume_from_checkpoint))
                 done = super().train(resume_from_checkpoint, *args, **kwargs)
             self._checkpointer.wait()
             self._name_best()
@@ -87,15 +89,9 @@ class _CkptdTrainer(Trainer):
             self._stages = None
             self._keeper.close()
 
-    def _named(self, resume: str | bool | None) -> str | None:
-        """The checkpoint of ours that is meant, if it is one of ours."""
-        if resume is True:
-            return f"{self._config.run_name}@latest"
-        return resume.removeprefix(SCHEME) if isinstance(resume, str) and resume.startswith(SCHEME) else None
-
-    def _open(self, named: str) -> str | None:
+    def _open(self, path: str) -> str | None:
         """Begin a restore. Returns the folder; None without a checkpoint."""
-        self._stages = self._checkpointer.restore_in_stages(checkpoint=named)
+        self._stages = self._checkpointer.restore_in_stages(checkpoint=path.removeprefix(SCHEME))
         restored = self._stages.extras(trainer=None)
         if restored is None:
             logger.info("run %s has no checkpoint yet", self._config.run_name)
@@ -108,7 +104,7 @@ class _CkptdTrainer(Trainer):
         if resume_from_checkpoint != self._folder:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            self._opened().model(model or self.model)
+            self._stages.model(model or self.model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint != self._folder:
@@ -118,7 +114,7 @@ class _CkptdTrainer(Trainer):
         if "scheduler" not in self._saved:
             logger.warning("the checkpoint was saved with save_only_model: optimizer and schedule start again")
             return
-        self._opened().optimizers(self._raw_optimizer())
+        self._stages.optimizers(self._raw_optimizer())
         self.lr_scheduler.load_state_dict(self._saved["scheduler"])
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -131,7 +127,7 @@ class _CkptdTrainer(Trainer):
         if checkpoint != self._folder:
             super()._load_rng_state(checkpoint)
         else:
-            self._opened().rng()
+            self._stages.rng()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
@@ -185,10 +181,6 @@ class _CkptdTrainer(Trainer):
 
     def _raw_optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
-
-    def _opened(self) -> StagedRestore:
-        assert self._stages is not None
-        return self._stages
 
     def _metric(self) -> tuple[str, str]:
         name = self.args.metric_for_best_model or "loss"

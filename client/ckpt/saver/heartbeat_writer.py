@@ -16,7 +16,7 @@ import threading
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -236,15 +236,17 @@ class HeartbeatWriter:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _serve(self) -> None:
-        extensions = {REVISION: found} if (found := _revision()) else {}
+        extensions: dict[str, Any] = {REVISION: found} if (found := _revision()) else {}
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._due, self._every_s)
                 self._due, closing = False, self._closing
                 documents, local_only = self._documents(), self._local_only
                 committed, life = self._committed, self._lives[-1] if self._lives else None
+            if local_only is not None:
+                extensions[LOCAL_ONLY] = asdict(local_only) | {"at": self._run.clock()}
             for document in documents:
-                self._write(replace(document, extensions=document.extensions | extensions), local_only)
+                self._write(replace(document, extensions=document.extensions | extensions))
             if life is not None:
                 try:
                     report_to_scheduler(self._run.clock(), committed, life.began.trains_at, self._ranks)
@@ -272,14 +274,11 @@ class HeartbeatWriter:
             documents.append(self._newest)  # the saver still replicates what it has saved
         return documents
 
-    def _write(self, document: Heartbeat, local_only: LocalOnly | None) -> None:
+    def _write(self, document: Heartbeat) -> None:
         short = document.ended_at - document.began_at < self._every_s
         known = self._newest is not None and self._newest.id == document.id
         if short and document.ended is TrainerEnd.CLOSED and document.generation is None and not known:
             return  # a script that saved nothing
-        if local_only is not None:
-            found = asdict(local_only) | {"at": self._run.clock()}
-            document = replace(document, extensions=document.extensions | {LOCAL_ONLY: found})
         self._newest = document  # written again while checkpoints are replicated, if it cannot be written now
         try:
             if self._replicated and not any(True for _ in self._run.store.list_folders(f"{self._run.keys.folder}/")):

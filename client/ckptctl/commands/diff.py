@@ -31,9 +31,7 @@ def diff(
     with session.leased(*found), session.screen.progress("comparing", size) as progress:
         old, new = (Side.open(session.source, checkpoint) for checkpoint in found)
         result = compare(old, new, progress)
-    different = [one.name for one in result.reshaped] + [one.name for one in result.changed]
-    names = [*result.removed, *result.added, *different]
-    session.screen.emit(result, names, _blocks(result))
+    session.screen.emit(result, result.names, _blocks(result))
 
 
 def _blocks(result: Difference) -> Iterator[Block]:

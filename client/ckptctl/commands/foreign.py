@@ -38,13 +38,13 @@ from ckptstore.codecs.dtypes import cast, numbers_of
 from ckptstore.commits.catalog import Checkpoint
 from ckptstore.commits.labels import LabelChange
 from ckptstore.errors import InvalidRequest, PartlyDone
+from ckptstore.format.planning import entry_bytes
 from ckptstore.format.shards import Slice
 from ckptstore.reading.safetensors import StoredTensor
 from ckptstore.reading.source import read_local, read_manifest
 from ckptstore.reading.weights import ONLY, VirtualFile, Weights
 from ckptstore.retention.pruning import check_limit
 from ckptstore.stores import Store
-from ckptstore.values import Record
 
 _MODEL = "model/*"
 _ROUND: dict[str, Callable[[Any], Any]] = {
@@ -52,35 +52,6 @@ _ROUND: dict[str, Callable[[Any], Any]] = {
     "bfloat16": lambda sums: cast(sums.astype(np.float32).view(np.uint32), "bfloat16"),
 }
 """Functions that round float64 to elements of a type."""
-
-
-class ExportBody(Record):
-    """The result of an export, as JSON."""
-
-    id: str
-    path: str
-    format: FileFormat
-    num_entries: int
-    raw_bytes: int
-    file_bytes: int
-    left_out: list[str]
-    """Items that each rank keeps for itself, which are in no export. The exit code is 3 if there are any."""
-    positions: list[str]
-    """Positions in data loaders, which are in no export either."""
-
-    @staticmethod
-    def of(found: Checkpoint, path: Path, kind: FileFormat, selection: Selection) -> ExportBody:
-        """The body for a checkpoint that was written to `path`."""
-        return ExportBody(
-            id=found.id,
-            path=str(path),
-            format=kind,
-            num_entries=len(selection.entries),
-            raw_bytes=selection.raw_bytes,
-            file_bytes=size_on_disk(path),
-            left_out=list(selection.left_out),
-            positions=list(selection.positions),
-        )
 
 
 @in_units("checkpoint", lambda session, checkpoint, to, **_: _destinations(session, checkpoint, to).values())
@@ -122,9 +93,8 @@ def export(
     keeps for itself is left out. If it has tensors other than those of random state and of data loaders, and --names is
     not given, the exit code is 3. torch and dcp need the same disk space again next to PATH while they write.
     """
-    kind = choose_format(to, format, dtype)
+    kind, bodies = choose_format(to, format, dtype), list[dict[str, Any]]()
     write = writer_of(kind, human.parse_size(max_shard_size))
-    bodies: list[ExportBody] = []
     for path, chosen in _destinations(session, checkpoint, to).items():
         found = session.find_readable(chosen.id)
         with session.leased(found):
@@ -133,31 +103,46 @@ def export(
             selection = select(found, content, names or (_MODEL if kind.is_model else None), local)
             if kind.is_model:
                 selection = select_named(session.source, found, content, selection)
+            raw_bytes = sum(map(entry_bytes(content).__getitem__, selection.entries))
             if path != to:
                 path.parent.mkdir(parents=True, exist_ok=True)
             if path == to or force or not path.exists():  # one of several that exists is complete
-                with session.screen.progress("reading", selection.raw_bytes) as progress:
+                with session.screen.progress("reading", raw_bytes) as progress:
                     task = Export(session.source, found, content, selection, progress, dtype)
                     write_whole(path, kind, force, partial(write, task))
-        bodies.append(ExportBody.of(found, path, kind, selection))
+        bodies.append(_body(found.id, path, kind, selection, raw_bytes))
     _report_exports(session, bodies)
 
 
-def _report_exports(session: Session, bodies: Sequence[ExportBody]) -> None:
+def _body(id: str, path: Path, kind: FileFormat, selection: Selection, raw_bytes: int) -> dict[str, Any]:
+    return {
+        "id": id,
+        "path": str(path),
+        "format": kind,
+        "num_entries": len(selection.entries),
+        "raw_bytes": raw_bytes,
+        "file_bytes": size_on_disk(path),
+        "left_out": selection.left_out,
+        "positions": selection.positions,
+    }
+
+
+def _report_exports(session: Session, bodies: Sequence[dict[str, Any]]) -> None:
     """Raises PartlyDone unless only positions of data loaders were left out."""
     lines = [
-        f"Wrote {human.count(body.num_entries, 'entry')} of {body.id} to {body.path} ({human.size(body.file_bytes)})"
-        for body in bodies
+        f"Wrote {human.count(one['num_entries'], 'entry')} of {one['id']} to {one['path']} "
+        f"({human.size(one['file_bytes'])})"
+        for one in bodies
     ]
-    session.screen.emit(bodies[0] if len(bodies) == 1 else bodies, [body.id for body in bodies], lines)
-    for body in bodies:
-        if body.positions:
+    session.screen.emit(bodies[0] if len(bodies) == 1 else bodies, [one["id"] for one in bodies], lines)
+    for one in bodies:
+        if one["positions"]:
             session.screen.note(
-                f"without the positions of data loaders, which no other program reads: {', '.join(body.positions)}"
+                f"without the positions of data loaders, which no other program reads: {', '.join(one['positions'])}"
             )
-        if body.left_out:
+        if one["left_out"]:
             raise PartlyDone(
-                f"left out, because each rank has its own: {', '.join(body.left_out)}",
+                f"left out, because each rank has its own: {', '.join(one['left_out'])}",
                 "Save what all ranks hold alike as shared={...}, or select a part with --names",
             )
 
@@ -249,12 +234,13 @@ def merge(
                     raise InvalidRequest(f"{tensor.name} differs, and is {kind}", "Only floating-point numbers may")
                 counters.add(tensor.name)
 
-        foreign, last = ForeignState(), contents[-1]
-        foreign.trees[_MODEL[:-2]] = last.trees[_MODEL[:-2]]
-        foreign.aliases = {alias: name for alias, name in last.aliases.items() if fnmatchcase(alias, _MODEL)}
-        for tensor in files[0].tensors:
-            piece = Slice.whole(f"model/{tensor.name}", tensor.dtype, tensor.shape)
-            foreign.parts.append(ForeignSlice(piece, partial(average, tensor)))
+        last = contents[-1]
+        parts = [
+            ForeignSlice(Slice.whole(f"model/{one.name}", one.dtype, one.shape), partial(average, one))
+            for one in files[0].tensors
+        ]
+        aliases = {alias: name for alias, name in last.aliases.items() if fnmatchcase(alias, _MODEL)}
+        foreign = ForeignState(parts, {"model": last.trees["model"]}, aliases)
         to = to if "@" in to else f"{to}@{max(one.step for one in found)}"
         run, attempt = importing.new_attempt(store, to, session.clock)
         with session.screen.progress("merging", foreign.raw_bytes) as progress:

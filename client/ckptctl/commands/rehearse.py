@@ -117,7 +117,7 @@ class Finding(Value):
 
     cause: str
     where: str
-    differs: list[str]
+    differs: list[str] = []
     ruled_out: list[str] = []
     """Kinds of state that were equal there."""
 
@@ -167,11 +167,11 @@ def rehearse(
             if in_tensors and finding is None:
                 finding = Finding("nondeterministic", where, sorted(names))
         last, chosen = max(one.step for one in first.events), _moments(first.events, kills, Random(seed))
-        for number in range(kills + 1):
-            if finding is None and number <= len(chosen):
+        for number, at in enumerate((*chosen, None)):
+            if finding is None:
                 plan, resumes = Plan(number, last=last), any(_checkpoints(folder / "killed"))
-                if number < len(chosen):
-                    plan.rank, plan.key, plan.savers = chosen[number].rank, chosen[number].key, number % 2 == 0
+                if at is not None:
+                    plan.rank, plan.key, plan.savers = at.rank, at.key, number % 2 == 0
                 life = play("killed", plan)
                 if number:
                     done.append(_kill(first, chosen[number - 1], life))
@@ -240,16 +240,16 @@ def _kill(first: _Life, at: Event, life: _Life) -> Kill:
 
 def _finding(first: _Life, second: _Life, life: _Life, resumes: bool) -> Finding | None:
     """The first difference from the same moment of the uninterrupted runs; None if there is none."""
-    if life.failure or (resumes and life.resumed_from < 0):
-        return Finding(
-            "fails" if life.failure else "not_restored", "the restart", [life.failure] if life.failure else []
-        )
+    if life.failure:
+        return Finding("fails", "the restart", [life.failure])
+    if resumes and life.resumed_from < 0:
+        return Finding("not_restored", "the restart")
     base, again = ({(one.rank, one.key): one.state for one in run.events} for run in (first, second))
     left = {one.rank: set[str]() for one in life.events}
     for one in life.events:
         where, known = f"rank {one.rank}, after step {one.step}", base.get((one.rank, one.key))
         if known is None and resumes and one.kind == "step" and one.count == 1:
-            return Finding("dummy_step", where, [])
+            return Finding("dummy_step", where)
         if known is None or not one.state:
             continue
         twin = again.get((one.rank, one.key), {})
@@ -264,17 +264,15 @@ def _finding(first: _Life, second: _Life, life: _Life, resumes: bool) -> Finding
         left[one.rank] |= {
             name for name in variables if any(at.get(name, known[name]) != known[name] for at in base.values())
         }
-        kept = any(part in name for name in left[one.rank] for part in ("/generator", "/state_dict"))
-        if names - variables or kept:
+        if names - variables or any(part in name for name in left[one.rank] for part in ("/generator", "/state_dict")):
             kinds = [name.partition("/")[0] for name in sorted(names - variables)]
-            partly = left[one.rank] and not all(left.values())
             before = {each.kind for each in life.events if each.step == one.step and each.count < one.count}
-            generator = any("/generator" in name for name in names | left[one.rank])
             code = next(
                 cause
                 for cause, holds in (
-                    ("one_rank", partly), ("weights", "weights" in kinds), ("optimizer", "optimizer" in kinds),
-                    ("extras", "extras" in kinds), ("generator", generator),
+                    ("one_rank", left[one.rank] and not all(left.values())), ("weights", "weights" in kinds),
+                    ("optimizer", "optimizer" in kinds), ("extras", "extras" in kinds),
+                    ("generator", any("/generator" in name for name in names | left[one.rank])),
                     ("loader", "batch" in kinds and "loader" in before), ("random", "random" in kinds),
                     ("extras", left[one.rank]), ("loader", "batch" in kinds), ("gradients", "step" not in before),
                     ("unknown", True),
@@ -291,13 +289,7 @@ def _differences(folder: Path, name: str) -> Iterator[tuple[str, set[str], bool]
     known = {(one.run, one.step): (source, one) for source, one in _checkpoints(folder / "uninterrupted")}
     for source, one in _checkpoints(folder / name):
         if (before := known.get((one.run, one.step))) is not None:
-            result = compare(Side.open(*before), Side.open(source, one))
-            names = {
-                *result.removed,
-                *result.added,
-                *(each.name for each in result.changed),
-                *(each.name for each in result.reshaped),
-            }
+            names = compare(Side.open(*before), Side.open(source, one)).names
             values = dict(set(_values(*before).items()) ^ set(_values(source, one).items()))
             yield f"{one.run}@{one.step}", {*names, *values}, bool(names)
 

@@ -82,6 +82,11 @@ class Difference(Record):
     read_bytes: int
     """Stored bytes that were read from both checkpoints, without documents."""
 
+    @property
+    def names(self) -> list[str]:
+        """The tensors that differ."""
+        return self.removed + self.added + [one.name for one in self.reshaped] + [one.name for one in self.changed]
+
 
 class Side(NamedTuple):
     """One of the two checkpoints."""

@@ -21,7 +21,7 @@ import base64
 import math
 import sys
 from collections import Counter, OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from datetime import date, datetime, timedelta
@@ -294,6 +294,16 @@ def value_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
     for key, child in within or ():
         yield from value_leaves(child, f"{path}/{key}")
+
+
+def unique(path: str, names: MutableMapping[str, Any]) -> str:
+    """Add a name that is not in use, and return it: a dict may hold both 1 and "1", whose paths are equal."""
+    name, count = path, 1
+    while name in names:
+        count += 1
+        name = f"{path}#{count}"
+    names[name] = None
+    return name
 
 
 def _record(tag: str, name: str, values: dict[str, Any]) -> Any:

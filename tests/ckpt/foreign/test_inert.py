@@ -29,7 +29,7 @@ from torch.serialization import _get_layout
 
 from ckpt.foreign.dcp_folder import read_dcp
 from ckpt.foreign.importing import ForeignFormat, read_foreign
-from ckpt.foreign.inert import Budget, Malformed, read_pickle
+from ckpt.foreign.inert import Budget, Malformed, PickleReader
 from ckptstore.errors import BadInput, Damaged, UnsupportedObject
 
 _DEADLINE_S = 600
@@ -200,12 +200,12 @@ def test_compressed_records_are_refused_before_they_are_unpacked(found: Found, n
 def test_a_budget_grows_with_the_file_up_to_a_limit() -> None:
     data, budget = b"\x80\x02(" + b"}" * 100_000 + b"t.", Budget("x", 1 << 21)
     with pytest.raises(UnsupportedObject, match="too many objects"):
-        read_pickle(data, "x", {}, budget)
+        PickleReader(data, "x", {}, budget).read()
     budget = Budget("x", 1 << 21)
     budget.grant(len(data))
-    assert len(read_pickle(data, "x", {}, budget)) == 100_000
+    assert len(PickleReader(data, "x", {}, budget).read()) == 100_000
     with pytest.raises(UnsupportedObject, match="too many objects"):
-        read_pickle(data, "x", {}, budget)
+        PickleReader(data, "x", {}, budget).read()
     with pytest.raises(UnsupportedObject, match="limit is 100"):
         Budget("x", 100).grant(101)
 
@@ -224,7 +224,7 @@ def test_metadata_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_damaged_instructions_are_malformed(data: bytes) -> None:
     with pytest.raises(Malformed):
-        read_pickle(data, "x", {}, Budget("x", 1 << 20))
+        PickleReader(data, "x", {}, Budget("x", 1 << 20)).read()
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
@@ -235,7 +235,7 @@ def test_plain_values_of_every_protocol_are_read(protocol: int) -> None:
     }
     value["same"] = [value["a"], value["a"]]
     data = pickle.dumps({**value, **({"b": b"\x00\xff" * 300} if protocol > 2 else {})}, protocol)
-    found = read_pickle(data, "x", {}, Budget("x", 1 << 24))
+    found = PickleReader(data, "x", {}, Budget("x", 1 << 24)).read()
     assert found == pickle.loads(data)
     assert found["same"][0] is found["same"][1]
 
