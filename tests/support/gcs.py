@@ -39,6 +39,8 @@ class _Object:
     data: bytes
     generation: int
     updated: str
+    md5: str | None
+    """None of an upload in parts, as there."""
 
 
 @dataclass
@@ -195,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         if any(len(data) < _LEAST_PART for _, data in parts[:-1]):
             return self._xml_error(400, "EntityTooSmall")
         del self.server.multiparts[id]
-        self._keep(upload.name, b"".join(data for _, data in parts))
+        self._keep(upload.name, b"".join(data for _, data in parts), None)
         etag = f"<CompleteMultipartUploadResult><ETag>{id}</ETag></CompleteMultipartUploadResult>"
         return self._send(200, etag.encode())
 
@@ -268,12 +270,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _store(self, name: str, data: bytes, create: bool) -> None:
         if create and name in self.server.objects:
             return self._refuse()
-        self._keep(name, data)
+        self._keep(name, data, base64.b64encode(hashlib.md5(data).digest()).decode())
         return self._send(200, _described(name, self.server.objects[name]))
 
-    def _keep(self, name: str, data: bytes) -> None:
+    def _keep(self, name: str, data: bytes, md5: str | None) -> None:
         self.server.generations += 1
-        self.server.objects[name] = _Object(data, self.server.generations, _now())
+        self.server.objects[name] = _Object(data, self.server.generations, _now(), md5)
 
     def _refuse(self) -> None:
         message = "At least one of the pre-conditions you specified did not hold."
@@ -304,5 +306,4 @@ def _described(name: str, found: _Object) -> dict[str, str]:
     return {
         "kind": "storage#object", "name": name, "bucket": BUCKET, "generation": str(found.generation),
         "metageneration": "1", "size": str(len(found.data)), "updated": found.updated, "timeCreated": found.updated,
-        "md5Hash": base64.b64encode(hashlib.md5(found.data).digest()).decode(),
-    }  # fmt: skip
+    } | ({"md5Hash": found.md5} if found.md5 else {})  # fmt: skip
