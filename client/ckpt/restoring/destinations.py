@@ -103,6 +103,7 @@ class Destinations(HostDestinations):
         if first((make, *live), name) == name:
             fill(torch.zeros(wrapper.shape), trial=True)
         self._types[name].add(wrapper.dtype)
+        # As a target it is never read into: the elements arrive in host memory, and `place` copies them into it.
         self._targets[name, whole(wrapper.shape), None].append(SimpleNamespace(is_cpu=False, copy_=fill))
         return first(id(wrapper), name) == name
 
