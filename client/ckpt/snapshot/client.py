@@ -140,7 +140,8 @@ class SaveClient:
         self._lock = threading.Lock()
         self._jobs: dict[int, Snapshot] = {}
         """Those that the writer has not finished."""
-        self._finished: list[LiveHandle] = []
+        self._failed: list[LiveHandle] = []
+        """Those that have failed, or are about to."""
         self._deaths: list[SaverDied] = []
         self.unreplicable: dict[str, Superseded] = {}
         """By session: why what it has saved locally is not committed remotely."""
@@ -179,7 +180,7 @@ class SaveClient:
     @property
     def ready(self) -> bool:
         """Whether `begin` would do nothing. For any thread: training need not wait for another one then."""
-        return self._writer is not None and not self._deaths and not any(one.unseen_error for one in self._finished)
+        return self._writer is not None and not self._deaths and not self._failed
 
     def begin(self) -> None:
         """A save begins: start a writer if the last one has died, so that saves work again after the error, which this
@@ -194,10 +195,11 @@ class SaveClient:
         rank failed an earlier one, that rank would do the same in turn, and nothing would ever be committed.
         """
         with self._lock:
-            finished, self._finished = self._finished, []
+            failed = [handle for handle in self._failed if handle.done()]
+            self._failed = [handle for handle in self._failed if handle not in failed]
             errors: list[CkptError] = [*self._deaths]
             self._deaths = []
-        errors += [error for handle in finished if (error := handle.unseen_error) is not None]
+        errors += [error for handle in failed if (error := handle.unseen_error) is not None]
         raised = next((error for error in errors if of_other_ranks or not isinstance(error, RankFailed)), None)
         for error in errors:
             if error is not raised:
@@ -209,8 +211,6 @@ class SaveClient:
         """Give a snapshot a slot, until it is handed over or another one is given it. False if all are in use."""
         if self._staging is not None:
             self.arena.release(self._staging.slot)
-        with self._lock:
-            self._finished = [one for one in self._finished if one.unseen_error]
         self._staging = None
         snapshot.slot = self.arena.acquire(snapshot.layout.num_bytes)
         self._staging = snapshot
@@ -242,7 +242,7 @@ class SaveClient:
         """Fail a save before its job was submitted, and abort its attempt for the other ranks. The next save raises
         the error. keep_slot: a device may still write to the slot; it is not used again."""
         with self._lock:
-            self._finished.append(snapshot.handle)
+            self._failed.append(snapshot.handle)
         self._fail_handle(snapshot.handle, error)
         self.send(Abort(snapshot.attempt, describe(error)))
         if not keep_slot:
@@ -336,7 +336,8 @@ class SaveClient:
                 handle.mark_staged()
             elif isinstance(report, Done | Failed):
                 del self._jobs[report.number]
-                self._finished.append(handle)
+                if isinstance(report, Failed):
+                    self._failed.append(handle)
         if isinstance(report, Released | Failed):
             self.arena.release(slot)
         match report:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ckpt import Checkpointer
 from ckpt.saver import pipeline
-from ckpt.snapshot.handle import SaveHandle
+from ckpt.snapshot.handle import LiveHandle, SaveHandle
 from ckptstore import names
 from ckptstore.errors import CkptError, SaveSkipped
 from ckptstore.names import Attempt, RunKeys, derive_ulid
@@ -57,6 +57,30 @@ def test_a_save_is_skipped_without_an_error_while_all_slots_are_in_use(tmp_path:
         counters = checkpointer.counters
         assert (counters.committed, counters.skipped, counters.failed, counters.last_durable_step) == (3, 2, 0, 5)
     assert steps(tmp_path) == [5, 2, 1]
+
+
+def test_an_error_that_is_being_reported_during_a_save_is_raised_by_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported, go_on, fail, model = threading.Event(), threading.Event(), LiveHandle.fail, nn.Linear(2, 2)
+
+    def fail_late(handle: LiveHandle, error: CkptError) -> None:
+        reported.set()
+        assert go_on.wait(30)
+        fail(handle, error)
+
+    monkeypatch.setattr(LiveHandle, "fail", fail_late)
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with Checkpointer(str(blocked), run="r", retry_s=0.0) as checkpointer:
+        first = checkpointer.save_async(model, None, 0)
+        assert reported.wait(30)
+        second = checkpointer.save_async(model, None, 1)
+        go_on.set()
+        wait_until(lambda: first.done() and second.done())
+        with pytest.raises(CkptError, match="file") as raised:
+            checkpointer.save_async(model, None, 2)
+        assert raised.value is first.exception()
 
 
 def test_the_oldest_save_that_waits_gives_its_slot_to_the_newest(tmp_path: Path, gate: Gate) -> None:
