@@ -230,19 +230,19 @@ class Destinations(HostDestinations):
         }
         self._content = cast_entries(self._content, cast) if cast else self._content
         self._arriving = self._content.entries.types()
-        room = CAST_ELEMENTS
+        left = CAST_ELEMENTS
         for key, targets in [*self._targets.items()]:
             name, box, device = key
             if device is None:
                 dtype = BY_NAME[self._arriving[name][0]]
                 own = targets[0].is_cpu and is_direct(targets[0], dtype)
-                if not own and room <= 0:
+                if not own and left <= 0:
                     self.waiting[key] = self._targets.pop(key)
                     continue
                 host = self._hosts[str(key)] = targets[0] if own else torch.empty(sizes(box), dtype=dtype, device="cpu")
                 if not own or len(targets) > 1:
                     self._copies.append((host, targets))
-                    room -= host.numel()
+                    left -= host.numel()
         super().allocate()
 
     @contextmanager

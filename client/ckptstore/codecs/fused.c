@@ -1,6 +1,6 @@
 /* The loops of float-split, compiled: each reads and writes every word of a block once. passes.py has the same loops in
  * numpy, and explains what they do; docs/explanation/format.md has the layout. Two more functions read, hash
- * and search a chunk while its bytes are in the cache, and the last three go through the tensors of a state. No function
+ * and search a chunk while its bytes are in the cache. The last three go through the tensors of a state. No function
  * allocates memory or checks sizes: fused.py does. The compiler vectorizes the loops, for several generations of
  * processors where it can.
  */
@@ -499,12 +499,12 @@ struct exchange {
 enum { AHEAD = 8, LINES = 4 }; /* tensors that are fetched ahead, and cache lines of each */
 
 /* Words that are equal for tensors of equal address, type, device, shape and strides; first the kinds of their types, a
- * bit for each. Returns their number, or 0 for another version of DLPack or too little room; the error of an object is
+ * bit for each. Returns their number; 0: another version of DLPack, or more than `most`. The error of an object is
  * raised in Python. The caller holds the GIL. */
-size_t ckpt_layouts(const struct exchange *of, void *const *objects, size_t count, int64_t *words, size_t room) {
+size_t ckpt_layouts(const struct exchange *of, void *const *objects, size_t count, int64_t *words, size_t most) {
     size_t used = 1;
     struct tensor one;
-    if (of->major != 1 || !of->describe || !room)
+    if (of->major != 1 || !of->describe || !most)
         return 0;
     words[0] = 0;
     for (size_t i = 0; i < count; i++) {
@@ -515,7 +515,7 @@ size_t ckpt_layouts(const struct exchange *of, void *const *objects, size_t coun
         if (i + AHEAD < count)
             for (int line = 0; line < LINES; line++)
                 __builtin_prefetch(((char *const *)objects[i + AHEAD])[2] + STRIPE * line);
-        if (of->describe(objects[i], &one) || used + 3 + 2 * (size_t)one.ndim > room)
+        if (of->describe(objects[i], &one) || used + 3 + 2 * (size_t)one.ndim > most)
             return 0;
         words[0] |= (int64_t)1 << one.code;
         words[used++] = (int64_t)((uintptr_t)one.data + one.offset);

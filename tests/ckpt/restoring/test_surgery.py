@@ -534,8 +534,8 @@ def converted(store: str, quantized: bool) -> dict[str, Any]:
     with Checkpointer(store, run="r") as run:
         quantizer(torch.zeros(1024, 1024))
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before is no room for what is made now
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        ctypes.CDLL(None).malloc_trim(0)  # give back what was freed before
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = _memory("VmRSS")
         run.restore(model, cast={"*": quantizer})
         peak = _memory("VmHWM") - before
